@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The causal convolution: right against a float64 sum, its tail an exact copy, its bits those of the unsplit run."""
+
+import pytest
+import torch
+
+from tests.unit.ops.oracles import NAN, VARIANTS, error, lengths_of
+from vllm_gaudi.ops.registry import resolve
+
+KERNELS = [2, 3, 4]
+variants = pytest.mark.parametrize("variant", VARIANTS)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+biases = pytest.mark.parametrize("with_bias", [False, True], ids=["nobias", "bias"])
+
+
+def inputs(batch, tokens, channels, kernel, dtype, with_bias=False):
+    x, tail = torch.randn(batch, tokens, channels).to(dtype), torch.randn(batch, kernel - 1, channels).to(dtype)
+    weight = torch.randn(channels, kernel).to(dtype)
+    return x, tail, weight, torch.randn(channels).to(dtype) if with_bias else None
+
+
+def naive(x, tail, weight, bias):
+    history = torch.cat((tail, x), 1).double()
+    kernel = weight.shape[1]
+    out = torch.stack([(history[:, t : t + kernel] * weight.double().t()).sum(1) for t in range(x.shape[1])], 1)
+    return torch.nn.functional.silu(out if bias is None else out + bias.double())
+
+
+@variants
+@biases
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_short_length_gives_the_sum_and_the_last_real_inputs(variant, with_bias, kernel):
+    tokens = kernel + 4
+    x, tail, weight, bias = inputs(tokens + 1, tokens, 5, kernel, torch.float32, with_bias)
+    lengths = torch.arange(tokens + 1, dtype=torch.int32)  # 0..T
+    poisoned = x.clone()
+    for n in range(tokens + 1):
+        poisoned[n, n:] = NAN
+    y, new_tail = resolve("causal_conv1d_prefill", variant)(poisoned, tail, weight, bias, lengths)
+    want = naive(x, tail, weight, bias)
+    for n in range(tokens + 1):
+        if n:
+            assert error(y[n, :n], want[n, :n]) < 3e-7
+        assert torch.equal(y[n, n:], torch.zeros_like(y[n, n:]))
+        assert torch.equal(new_tail[n], torch.cat((tail[n], x[n, :n]))[-(kernel - 1) :])
+
+
+@variants
+@dtypes
+def test_update_is_prefill_of_one_token(variant, dtype):
+    x, tail, weight, bias = inputs(7, 1, 33, 4, dtype, True)
+    y, new_tail = resolve("causal_conv1d_prefill", variant)(x, tail, weight, bias, torch.ones(7, dtype=torch.int32))
+    one, one_tail = resolve("causal_conv1d_update", variant)(x[:, 0], tail, weight, bias)
+    assert torch.equal(one, y[:, 0])
+    assert torch.equal(one_tail, new_tail)
+    assert (one.dtype, one_tail.dtype) == (dtype, dtype)
+    assert torch.equal(one_tail[:, -1], x[:, 0])
+
+
+@variants
+@dtypes
+@biases
+def test_any_cut_changes_no_bit(threads, variant, dtype, with_bias):
+    tokens, channels = 600, 66
+    prefill = resolve("causal_conv1d_prefill", variant)
+    x, first_tail, weight, bias = inputs(1, tokens, channels, 4, dtype, with_bias)
+    want, want_tail = prefill(x, first_tail, weight, bias, lengths_of(tokens))
+    for cuts in ([0, 1, 2, 3, 600], [0, 2, 599, 600], [0, 256, 512, 600], [0, 137, 600]):
+        tail, outs = first_tail, []
+        for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+            y, tail = prefill(x[:, start:stop].contiguous(), tail, weight, bias, lengths_of(stop - start))
+            outs.append(y)
+        assert torch.equal(torch.cat(outs, 1), want)
+        assert torch.equal(tail, want_tail)
+
+
+@variants
+def test_a_ragged_batch_and_its_padding_change_no_bit(threads, variant):
+    prefill = resolve("causal_conv1d_prefill", variant)
+    x, tail, weight, _ = inputs(4, 521, 66, 4, torch.bfloat16)
+    lengths = lengths_of(521, 2, 0, 100)
+    for n, length in enumerate(lengths):
+        x[n, length:] = NAN
+    y, new_tail = prefill(x, tail, weight, None, lengths)
+    assert bool(y.isfinite().all())
+    for n, length in enumerate(lengths):
+        alone, alone_tail = prefill(
+            x[n : n + 1, :length].contiguous(), tail[n : n + 1], weight, None, lengths_of(int(length))
+        )
+        assert torch.equal(y[n : n + 1, :length], alone)
+        assert torch.equal(new_tail[n : n + 1], alone_tail)
+
+
+@variants
+def test_the_tail_keeps_every_bit_pattern(variant):
+    patterns = torch.tensor([-0.0, 1e-45, -1e-45, float("inf"), -float("inf"), NAN, 3.4e38])
+    tail = patterns.expand(1, 3, -1).contiguous()
+    x = torch.randn(1, 2, 7)
+    _, new_tail = resolve("causal_conv1d_prefill", variant)(x, tail, torch.randn(7, 4), None, lengths_of(1))
+    assert torch.equal(new_tail[0, :2].view(torch.int32), tail[0, 1:].view(torch.int32))
+
+
+@variants
+def test_a_rounded_tail_is_refused(variant):
+    x, tail, weight, bias = inputs(1, 4, 3, 4, torch.float32)
+    for name, args in (("causal_conv1d_prefill", (lengths_of(4),)), ("causal_conv1d_update", ())):
+        with pytest.raises(ValueError, match="torch.bfloat16 but its inputs are torch.float32"):
+            resolve(name, variant)(x if args else x[:, 0], tail.bfloat16(), weight, bias, *args)
+
+
+@variants
+def test_inputs_are_not_written(variant):
+    args = (*inputs(2, 6, 3, 4, torch.float32, True), lengths_of(6, 3))
+    before = [x.clone() for x in args]
+    resolve("causal_conv1d_prefill", variant)(*args)
+    assert all(torch.equal(x, y) for x, y in zip(args, before, strict=True))
+
+
+def test_no_unwritten_scratch_is_read(poisoned_empty):
+    x, tail, weight, _ = inputs(2, 600, 5, 4, torch.float32)
+    y, new_tail = resolve("causal_conv1d_prefill", "reference")(x, tail, weight, None, lengths_of(600, 10))
+    assert bool(y.isfinite().all())
+    assert bool(new_tail.isfinite().all())

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta rule: right against a float64 recurrence, and the same bits however a sequence arrives."""
+
+import pytest
+import torch
+
+from tests.unit.ops.oracles import NAN, VARIANTS, delta_rule, delta_rule_inputs, error, lengths_of
+from vllm_gaudi.ops.gated_delta_rule import hpu, reference
+from vllm_gaudi.ops.registry import resolve
+
+# Error allowed, as a multiple of the float32 token recurrence's own error against float64, plus one float32 ulp or so.
+RATIO, FLOOR = 1.5, 1.2e-7
+
+#            Hk Hv Dk  Dv  C
+SHAPES = [
+    (2, 2, 16, 16, 16),
+    (1, 3, 16, 24, 12),
+    (2, 4, 32, 16, 8),
+    (1, 2, 24, 32, 20),
+]
+
+
+def bound(args, expected, pick):
+    return RATIO * error(pick(delta_rule(*args, dtype=torch.float32)), expected) + FLOOR
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("k_heads", "v_heads", "k_dim", "v_dim", "chunk"), SHAPES)
+def test_every_length_up_to_three_chunks_and_five_follows_the_recurrence(
+    variant, k_heads, v_heads, k_dim, v_dim, chunk
+):
+    tokens = 3 * chunk + 5
+    args = delta_rule_inputs(tokens, tokens, k_heads, v_heads, k_dim, v_dim)  # sequence n has n + 1 tokens
+    lengths = torch.arange(1, tokens + 1, dtype=torch.int32)
+    out, state = resolve("chunk_gated_delta_rule", variant)(*args, lengths, chunk_size=chunk)
+    want_out, want_states = delta_rule(*args)
+    got_out, got_states = delta_rule(*args, dtype=torch.float32)
+    for n in range(tokens):
+        used = slice(0, n + 1)
+        assert error(out[n, used], want_out[n, used]) <= RATIO * error(got_out[n, used], want_out[n, used]) + FLOOR
+        assert error(state[n], want_states[n, n]) <= RATIO * error(got_states[n, n], want_states[n, n]) + FLOOR
+        assert torch.equal(out[n, n + 1 :], torch.zeros_like(out[n, n + 1 :]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("chunk", [1, 7, 16, 32, 34, 48, 64, 128])
+def test_chunk_sizes_agree_with_the_recurrence(variant, chunk):
+    args = delta_rule_inputs(1, 150, 2, 4, 32, 32)
+    out, state = resolve("chunk_gated_delta_rule", variant)(*args, lengths_of(150), chunk_size=chunk)
+    want_out, want_states = delta_rule(*args)
+    assert error(out, want_out) <= bound(args, want_out, lambda r: r[0])
+    assert error(state, want_states[:, -1]) <= bound(args, want_states[:, -1], lambda r: r[1][:, -1])
+
+
+def hard_keys(cosine: float, tokens: int):
+    """Keys of a repeated prompt: pairwise cosine as given, writes at full strength, almost no decay."""
+    q, k, v, g, beta, state = delta_rule_inputs(1, tokens, 1, 2, 32, 32)
+    same = torch.nn.functional.normalize(k[:, :1], dim=-1)
+    k = cosine**0.5 * same + (1 - cosine) ** 0.5 * torch.nn.functional.normalize(k, dim=-1)
+    return q, k, v, torch.full_like(g, -1e-6), torch.full_like(beta, 0.9995), state
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("cosine", [0.6, 0.99, 1.0])
+@pytest.mark.parametrize("chunk", [48, 64, 128])
+def test_repeated_tokens_stay_accurate(variant, cosine, chunk):
+    args = hard_keys(cosine, 260)
+    out, state = resolve("chunk_gated_delta_rule", variant)(*args, lengths_of(260), chunk_size=chunk)
+    want_out, want_states = delta_rule(*args)
+    assert error(out, want_out) <= bound(args, want_out, lambda r: r[0])
+    assert error(state, want_states[:, -1]) <= bound(args, want_states[:, -1], lambda r: r[1][:, -1])
+
+
+@pytest.mark.parametrize("module", [reference, hpu], ids=VARIANTS)
+@pytest.mark.parametrize("size", [1, 5, 8, 12, 16, 32, 48, 64, 80, 128])
+@pytest.mark.parametrize("kind", ["random", "identical"])
+def test_triangular_inverse(module, size, kind):
+    entries = torch.randn(3, size, size) * 0.3 if kind == "random" else torch.full((3, size, size), 0.9995)
+    strict = entries.tril(-1)
+    want = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + strict.double())
+    assert error(module.unit_lower_inverse(strict), want) < 1e-6
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_strong_decay_forgets_without_overflow(variant):
+    q, k, v, g, beta, state = delta_rule_inputs(1, 100, 1, 2, 16, 16)
+    args = q, k, v, g * 400, beta, state
+    out, final = resolve("chunk_gated_delta_rule", variant)(*args, lengths_of(100))
+    want_out, want_states = delta_rule(*args)
+    assert error(out, want_out) < 1e-6
+    assert error(final, want_states[:, -1]) < 1e-6
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("k_heads", "v_heads"), [(1, 1), (2, 6), (4, 4)])
+def test_one_token_form_follows_the_recurrence(variant, k_heads, v_heads):
+    q, k, v, g, beta, state = args = delta_rule_inputs(5, 1, k_heads, v_heads, 32, 48)
+    step = resolve("recurrent_gated_delta_rule", variant)
+    out, new = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+    want_out, want_states = delta_rule(*args)
+    assert error(out, want_out[:, 0]) <= bound(args, want_out, lambda r: r[0])
+    assert error(new, want_states[:, 0]) <= bound(args, want_states, lambda r: r[1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_dtypes_and_untouched_inputs(variant, dtype, state_dtype):
+    args = (*delta_rule_inputs(2, 20, 1, 2, 16, 16, dtype, state_dtype), lengths_of(20, 7))
+    before = [x.clone() for x in args]
+    out, state, chunks = resolve("chunk_gated_delta_rule", variant)(*args, chunk_size=8, return_chunk_states=True)
+    assert (out.dtype, state.dtype, chunks.dtype) == (dtype, state_dtype, state_dtype)
+    assert (out.shape, state.shape, chunks.shape) == ((2, 20, 2, 16), (2, 2, 16, 16), (2, 3, 2, 16, 16))
+    one_out, one_state = resolve("recurrent_gated_delta_rule", variant)(*(x[:, 0] for x in args[:5]), args[5])
+    assert (one_out.dtype, one_state.dtype) == (dtype, state_dtype)
+    assert all(torch.equal(x, y) for x, y in zip(args, before, strict=True))
+    assert state.untyped_storage().data_ptr() != args[5].untyped_storage().data_ptr()
+    want_out, want_states = delta_rule(*args[:6])
+    tolerance = 2e-2 if torch.bfloat16 in (dtype, state_dtype) else 1e-6
+    assert error(state[0], want_states[0, 19]) < tolerance
+    assert error(state[1], want_states[1, 6]) < tolerance
+    assert error(out[0], want_out[0]) < tolerance
+
+
+def test_uneven_heads_are_refused():
+    args = delta_rule_inputs(1, 4, 2, 3, 8, 8)
+    for variant in VARIANTS:
+        with pytest.raises(ValueError, match="3 value heads cannot share 2 key heads"):
+            resolve("chunk_gated_delta_rule", variant)(*args, lengths_of(4))
+        with pytest.raises(ValueError, match="3 value heads cannot share 2 key heads"):
+            resolve("recurrent_gated_delta_rule", variant)(*(x[:, 0] for x in args[:5]), args[5])
+
+
+def test_gates_against_their_formula():
+    a, b = torch.randn(3, 5, 4) * 30, torch.randn(3, 5, 4) * 30
+    A_log, dt_bias = torch.randn(4), torch.randn(4)
+    g, beta = reference.gdn_gating(A_log, a.bfloat16(), b.bfloat16(), dt_bias)
+    x = a.bfloat16().double() + dt_bias.double()
+    assert (g.dtype, beta.dtype) == (torch.float32, torch.float32)
+    assert bool((g <= 0).all())
+    torch.testing.assert_close(g.double(), -A_log.double().exp() * torch.logaddexp(x, x * 0), rtol=3e-6, atol=1e-30)
+    torch.testing.assert_close(beta.double(), b.bfloat16().double().sigmoid(), rtol=1e-6, atol=1e-30)
+
+
+# The bitwise promises are the reference's. ----------------------------------------------------------------------------
+
+#         tokens C   Hk Hv Dk  Dv  activations     state
+BITWISE = [
+    (77, 16, 2, 2, 16, 16, torch.float32, torch.float32),
+    (77, 16, 1, 3, 32, 16, torch.bfloat16, torch.float32),
+    (77, 12, 2, 4, 16, 24, torch.float32, torch.bfloat16),
+    (700, 64, 1, 2, 32, 32, torch.bfloat16, torch.bfloat16),
+    (700, 128, 2, 4, 32, 32, torch.float32, torch.float32),
+]
+bitwise_shapes = pytest.mark.parametrize(
+    ("threads", "tokens", "chunk", "k_heads", "v_heads", "k_dim", "v_dim", "dtype", "state_dtype"),
+    [(1, *shape) for shape in BITWISE] + [(2, 205, 64, 1, 2, 64, 64, torch.float32, torch.float32)],
+    indirect=["threads"],
+)
+
+
+def whole(args, chunk, **kwargs):
+    return reference.chunk_gated_delta_rule(
+        *args, torch.full((args[0].shape[0],), args[0].shape[1], dtype=torch.int32), chunk_size=chunk, **kwargs
+    )
+
+
+def cut(args, start, stop, state):
+    return (*(x[:, start:stop].contiguous() for x in args[:5]), state)
+
+
+@bitwise_shapes
+def test_splits_on_the_chunk_grid_change_no_bit(
+    threads, tokens, chunk, k_heads, v_heads, k_dim, v_dim, dtype, state_dtype
+):
+    args = delta_rule_inputs(1, tokens, k_heads, v_heads, k_dim, v_dim, dtype, state_dtype)
+    want_out, want_state, chunk_states = whole(args, chunk, return_chunk_states=True)
+    assert torch.equal(chunk_states[:, -1], want_state)
+    for pieces in ([1, 1, 1], [2], [1, 2], [tokens // chunk]):
+        state, start, outs = args[5], 0, []
+        for length in [p * chunk for p in pieces] + [tokens]:
+            stop = min(start + length, tokens)
+            out, state = whole(cut(args, start, stop, state), chunk)
+            if stop < tokens:
+                assert torch.equal(state, chunk_states[:, stop // chunk - 1])
+            outs.append(out)
+            start = stop
+        assert torch.equal(torch.cat(outs, 1), want_out)
+        assert torch.equal(state, want_state)
+
+
+@bitwise_shapes
+def test_padding_changes_no_bit_even_if_it_is_nan(
+    threads, tokens, chunk, k_heads, v_heads, k_dim, v_dim, dtype, state_dtype
+):
+    args = delta_rule_inputs(1, tokens, k_heads, v_heads, k_dim, v_dim, dtype, state_dtype)
+    want_out, want_state = whole(args, chunk)
+    for padded in (tokens + 1, (tokens // chunk + 1) * chunk, (tokens // chunk + 3) * chunk + 2):
+        for filler in (0.0, NAN):
+            bucket = [torch.full((1, padded, *x.shape[2:]), filler, dtype=x.dtype) for x in args[:5]]
+            for full, real in zip(bucket, args[:5], strict=True):
+                full[:, :tokens] = real
+            out, state, chunk_states = reference.chunk_gated_delta_rule(
+                *bucket, args[5], lengths_of(tokens), chunk_size=chunk, return_chunk_states=True
+            )
+            assert torch.equal(out[:, :tokens], want_out)
+            assert torch.equal(out[:, tokens:], torch.zeros_like(out[:, tokens:]))
+            assert torch.equal(state, want_state)
+            last = -(-tokens // chunk) - 1
+            assert torch.equal(chunk_states[:, last:], want_state[:, None].expand_as(chunk_states[:, last:]))
+
+
+@bitwise_shapes
+def test_a_ragged_batch_changes_no_bit(threads, tokens, chunk, k_heads, v_heads, k_dim, v_dim, dtype, state_dtype):
+    args = delta_rule_inputs(4, tokens, k_heads, v_heads, k_dim, v_dim, dtype, state_dtype)
+    lengths = lengths_of(tokens, 1, 0, 2 * chunk + 3)
+    poisoned = [x.clone() for x in args]
+    for n, length in enumerate(lengths):
+        for x in poisoned[:5]:
+            x[n, length:] = NAN
+    out, state = reference.chunk_gated_delta_rule(*poisoned, lengths, chunk_size=chunk)
+    for n, length in enumerate(lengths):
+        alone = [x[n : n + 1] for x in args]
+        want_out, want_state = whole(cut(alone, 0, int(length), alone[5]), chunk)
+        assert torch.equal(out[n : n + 1, :length], want_out)
+        assert torch.equal(state[n : n + 1], want_state)
+    assert bool(out.isfinite().all())
+    assert torch.equal(state[2], args[5][2])
+
+
+def test_a_finished_sequence_keeps_every_bit_of_its_state():
+    """Also the sign of zero and values that a product with exp(0) or a sum with 0 would touch."""
+    q, k, v, g, beta, state = delta_rule_inputs(1, 40, 1, 1, 8, 8)
+    state[0, 0, 0] = torch.tensor([-0.0, 0.0, NAN, float("inf"), -float("inf"), 1e-45, -1e-45, 3.4e38])
+    out, final = reference.chunk_gated_delta_rule(q, k, v, g, beta, state, lengths_of(0), chunk_size=16)
+    assert torch.equal(final.view(torch.int32), state.view(torch.int32))
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_one_token_form_is_independent_of_its_batch(threads):
+    q, k, v, g, beta, state = delta_rule_inputs(37, 1, 2, 4, 64, 64)
+    rows = [x[:, 0] for x in (q, k, v, g, beta)] + [state]
+    out, new = reference.recurrent_gated_delta_rule(*rows)
+    for start, stop in ((0, 1), (3, 5), (7, 23), (36, 37)):
+        some_out, some_new = reference.recurrent_gated_delta_rule(*(x[start:stop].clone() for x in rows))
+        assert torch.equal(some_out, out[start:stop])
+        assert torch.equal(some_new, new[start:stop])
+
+
+def test_gates_are_independent_of_their_batch(threads):
+    a, b, A_log, dt_bias = torch.randn(3001, 5), torch.randn(3001, 5), torch.randn(5), torch.randn(5)
+    g, beta = reference.gdn_gating(A_log, a, b, dt_bias)
+    for start, stop in ((0, 1), (1, 4), (5, 900), (2999, 3001)):
+        some_g, some_beta = reference.gdn_gating(A_log, a[start:stop].clone(), b[start:stop].clone(), dt_bias)
+        assert torch.equal(some_g, g[start:stop])
+        assert torch.equal(some_beta, beta[start:stop])
+
+
+def test_no_unwritten_scratch_is_read(poisoned_empty):
+    args = delta_rule_inputs(2, 75, 1, 2, 16, 16)
+    out, state, chunk_states = reference.chunk_gated_delta_rule(
+        *args, lengths_of(75, 20), chunk_size=16, return_chunk_states=True
+    )
+    assert all(bool(x.isfinite().all()) for x in (out, state, chunk_states))

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The row-tiled linear layer: a row's bits depend on the row alone."""
+
+import pytest
+import torch
+
+from tests.unit.ops.oracles import error
+from vllm_gaudi.ops.linear import row_tiled_linear
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@dtypes
+@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize(("width", "outputs"), [(100, 50), (256, 1000), (768, 129)])
+def test_bits_do_not_depend_on_the_number_or_place_of_rows(threads, dtype, tile, width, outputs):
+    x, weight, bias = torch.randn(150, width), torch.randn(outputs, width), torch.randn(outputs)
+    x, weight, bias = (t.to(dtype) for t in (x, weight, bias))
+    want = row_tiled_linear(x, weight, bias, tile)
+    for start, stop in ((0, 1), (0, 2), (3, 5), (7, 16), (1, 65), (2, 66), (0, 149), (149, 150)):
+        assert torch.equal(row_tiled_linear(x[start:stop].clone(), weight, bias, tile), want[start:stop])
+
+
+@dtypes
+@pytest.mark.parametrize("tile", [0, 1, 7, 16, 150, 200])
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 150])
+def test_every_tile_computes_the_product(dtype, tile, rows):
+    x, weight, bias = torch.randn(rows, 24).to(dtype), torch.randn(9, 24).to(dtype), torch.randn(9).to(dtype)
+    for offset in (None, bias):
+        out = row_tiled_linear(x, weight, offset, tile)
+        assert (out.shape, out.dtype) == ((rows, 9), dtype)
+        want = x.double() @ weight.double().t() + (0 if offset is None else offset.double())
+        assert error(out, want) < (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+def test_padding_rows_never_meet_real_ones(poisoned_empty):
+    x = torch.randn(20, 8)
+    x[3] = float("nan")
+    out = row_tiled_linear(x, torch.randn(4, 8), None, 16)
+    assert out.isnan().all(-1).tolist() == [row == 3 for row in range(20)]
+
+
+def test_a_negative_tile_is_refused():
+    with pytest.raises(ValueError, match="row_tile is -1"):
+        row_tiled_linear(torch.zeros(1, 2), torch.zeros(3, 2), None, -1)

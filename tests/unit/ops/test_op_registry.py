@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of ops: both variants of an op take the same arguments, and the device decides once."""
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from vllm_gaudi.ops import registry
+
+
+def test_every_row_is_a_field_and_every_field_a_row():
+    assert [field.name for field in dataclasses.fields(registry.Ops)] == list(registry.TABLE)
+
+
+@pytest.mark.parametrize("name", registry.TABLE)
+def test_both_variants_have_one_signature(name):
+    reference, hpu = (registry.resolve(name, variant) for variant in ("reference", "hpu"))
+    assert inspect.signature(reference) == inspect.signature(hpu)
+    assert (reference is hpu) == (registry.TABLE[name][1] is None)
+    for function in (reference, hpu):
+        assert function.__name__ == name
+        assert function.__doc__
+
+
+def test_a_host_without_gaudi_gets_references_and_imports_no_hpu_file():
+    script = (
+        "import sys; from vllm_gaudi.ops.registry import TABLE, load_ops, resolve; ops = load_ops();"
+        "assert all(getattr(ops, n) is resolve(n, 'reference') for n in TABLE);"
+        "assert load_ops() is ops;"
+        "bad = [m for m in sys.modules if m.split('.')[0] in ('vllm', 'habana_frameworks') or m.endswith('hpu')];"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env={"VLLM_USE_FAKE_HPU": "1", "PATH": ""})
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="no op named 'conv'"):
+        registry.resolve("conv", "reference")
+    with pytest.raises(ValueError, match="no variant named 'cuda'"):
+        registry.resolve("experts", "cuda")  # type: ignore[arg-type]
+
+
+def test_the_choice_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        registry.load_ops().experts = None  # type: ignore[misc, assignment]

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the layers of one forward need to know beyond the token rows. One object serves every layer.
+
+Owns: the frozen record. Never: tensors of the caches (a layer has its own), or anything computed from tensors.
+
+Ordering rule: built once by ``v1.worker.inputs`` before the forward; nobody writes to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class PrefillAttention:
+    """Each of N sequences runs ``query`` token rows that start at ``query_start``."""
+
+    block_table: torch.Tensor  # [N, M] int32: kernel block ids of the context, pads = the spare block
+    query_start: torch.Tensor  # [N] int32: tokens before the first row
+    lengths: torch.Tensor  # [N] int32: rows that are real; 0 for a pad sequence
+
+
+@dataclass(frozen=True)
+class DecodeAttention:
+    """Each of N sequences runs one token row; the blocks of all rows stand in one flat list."""
+
+    block_list: torch.Tensor  # [F] int32: kernel block ids, grouped by row, pads = the spare block
+    block_rows: torch.Tensor  # [F] int32: the row that reads the block
+    block_lens: torch.Tensor  # [F] int32: tokens of the block that the row sees, 0 for a pad
+    row_first: torch.Tensor  # [N] int32: index of the row's first entry in the list
+
+
+@dataclass(frozen=True)
+class HPUAttentionMetadata:
+    """``rows`` token rows in the model, of which the first ``batch * query`` belong to sequences (the rest are pads)."""
+
+    batch: int
+    query: int
+    row_tile: int  # rows of every matrix product; 0: as many as there are
+    slot_mapping: torch.Tensor  # [batch * query] int64: kernel block * kernel block size + offset of each row's K/V
+    state_read: torch.Tensor  # [batch] int64: GDN state row that is read (ZERO for pads)
+    state_write: torch.Tensor  # [batch] int64: GDN state row that is written (TRASH for pads)
+    prefill: PrefillAttention | None = None
+    decode: DecodeAttention | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.batch * self.query

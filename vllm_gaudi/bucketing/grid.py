@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bucket grid: every shape that the model may be given, known before the first request. Standard library only.
+
+Owns: the ladders of the four dimensions (prefill batch, query tokens, context blocks, decode batch and blocks), and the
+choice of the bucket for a given need.
+Never: tensors, requests, or a shape made up at run time.
+
+Ordering rule: the grid is complete at construction; ``warm_up`` order is largest first, so that memory peaks early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_gaudi.bucketing.strategy import doubling, explicit, round_up, smallest_at_least
+
+MIN_ROWS = 16
+"""Fewest token rows given to a matrix product (few rows change its result on a CPU)."""
+
+CONFIG_KEYS = (
+    "prefill_batch_buckets",
+    "prefill_query_buckets",
+    "prefill_block_buckets",
+    "decode_batch_buckets",
+    "decode_block_buckets",
+)
+"""Keys of ``--additional-config`` that replace a ladder, each a list of integers."""
+
+
+@dataclass(frozen=True, order=True)
+class PrefillBucket:
+    """``batch`` sequences x ``query`` tokens, reading ``blocks`` kernel blocks of context (own chunk included) each."""
+
+    batch: int
+    query: int
+    blocks: int
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.query
+
+
+@dataclass(frozen=True, order=True)
+class DecodeBucket:
+    """``batch`` sequences of one token, reading ``blocks`` kernel blocks between them; ``rows`` token rows."""
+
+    batch: int
+    blocks: int
+
+    @property
+    def rows(self) -> int:
+        return round_up(self.batch, MIN_ROWS)
+
+
+class BucketGrid:
+    """The ladders of one engine.
+
+    ``query_multiple`` tokens: a multiple of the GDN chunk and of the row tile; ``max_query`` tokens, ``max_batch``
+    sequences, ``max_context`` tokens: the engine's limits; ``kernel_block`` tokens; ``overrides``: additional config.
+    """
+
+    def __init__(
+        self,
+        *,
+        query_multiple: int,
+        max_query: int,
+        max_batch: int,
+        max_context: int,
+        kernel_block: int,
+        max_blocks: int,
+        overrides: Mapping[str, Any] | None = None,
+    ):
+        chosen = dict(overrides or {})
+        self.kernel_block = kernel_block
+        top_query = round_up(max_query, query_multiple)
+        row_blocks = -(-max_context // kernel_block)
+        all_blocks = max(row_blocks, min(row_blocks * max_batch, max_blocks))
+
+        def ladder(key: str, default: Sequence[int], multiple: int, highest: int) -> tuple[int, ...]:
+            values = chosen.pop(key, None)
+            return tuple(default) if values is None else explicit(key, values, multiple, highest)
+
+        self.prefill_batches = ladder(
+            "prefill_batch_buckets", sorted({1, min(4, max_batch)}), 1, min(4, max_batch)
+        )
+        self.prefill_queries = ladder(
+            "prefill_query_buckets", doubling(query_multiple, top_query), query_multiple, top_query
+        )
+        first_context = min(row_blocks, max(1, query_multiple // kernel_block))
+        self.prefill_blocks = ladder("prefill_block_buckets", doubling(first_context, row_blocks), 1, row_blocks)
+        self.decode_batches = ladder("decode_batch_buckets", doubling(1, max_batch), 1, max_batch)
+        first_blocks = min(all_blocks, max(1, MIN_ROWS // 2))
+        self.decode_blocks = ladder("decode_block_buckets", doubling(first_blocks, all_blocks), 1, all_blocks)
+        self.max_prefill_rows = top_query
+
+    def prefill(self, batch: int, query: int, context: int) -> PrefillBucket:
+        """Bucket for ``batch`` sequences, at most ``query`` tokens each, at most ``context`` tokens read each."""
+        return PrefillBucket(
+            batch=smallest_at_least(self.prefill_batches, batch),
+            query=smallest_at_least(self.prefill_queries, query),
+            blocks=smallest_at_least(self.prefill_blocks, -(-context // self.kernel_block)),
+        )
+
+    def decode(self, batch: int, blocks: int) -> DecodeBucket:
+        """Bucket for ``batch`` one-token sequences that read ``blocks`` kernel blocks in all."""
+        return DecodeBucket(
+            batch=smallest_at_least(self.decode_batches, batch),
+            blocks=smallest_at_least(self.decode_blocks, blocks),
+        )
+
+    def fits_one_forward(self, batch: int, query: int) -> bool:
+        """Whether ``batch`` sequences of at most ``query`` tokens may share a prefill forward."""
+        if batch > self.prefill_batches[-1]:
+            return False
+        padded = smallest_at_least(self.prefill_batches, batch) * smallest_at_least(self.prefill_queries, query)
+        return batch == 1 or padded <= self.max_prefill_rows
+
+    def all_prefill(self) -> list[PrefillBucket]:
+        """Every prefill bucket that a step can ask for, largest first."""
+        found = set()
+        for query in self.prefill_queries:
+            shorter = [step for step in self.prefill_queries if step < query]
+            least_query = shorter[-1] + 1 if shorter else 1
+            least_blocks = smallest_at_least(self.prefill_blocks, -(-least_query // self.kernel_block))
+            for batch in self.prefill_batches:
+                if not self.fits_one_forward(batch, query):
+                    continue
+                found |= {PrefillBucket(batch, query, blocks) for blocks in self.prefill_blocks if blocks >= least_blocks}
+        return sorted(found, key=lambda bucket: (bucket.rows, bucket.blocks), reverse=True)
+
+    def all_decode(self) -> list[DecodeBucket]:
+        """Every decode bucket that a step can ask for, largest first."""
+        row_blocks = self.prefill_blocks[-1]
+        found = set()
+        for batch in self.decode_batches:
+            smaller = [step for step in self.decode_batches if step < batch]
+            least = smallest_at_least(self.decode_blocks, min(smaller[-1] + 1 if smaller else 1, self.decode_blocks[-1]))
+            most = smallest_at_least(self.decode_blocks, min(batch * row_blocks, self.decode_blocks[-1]))
+            found |= {DecodeBucket(batch, blocks) for blocks in self.decode_blocks if least <= blocks <= most}
+        return sorted(found, key=lambda bucket: (bucket.batch, bucket.blocks), reverse=True)

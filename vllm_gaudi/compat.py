@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where the host (vLLM, torch) is changed, row by row, each with the condition that removes it.
+
+Owns: ``ROWS``, what is changed and why, and the functions that do it. Every function is idempotent.
+Never: a change without a row, or a row without a test in ``tests/unit/test_compat.py`` that fails when it can go.
+
+Ordering rule: ``define_torchvision_schemas`` runs before anybody imports torchvision.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    symbol: str
+    symptom: str
+    cause: str
+    versions: str
+    removal: str
+    test: str
+
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        symbol="torch.ops.torchvision.{nms,qnms} (schemas only)",
+        symptom="`import vllm` ends in 'operator torchvision::nms does not exist'",
+        cause="Qwen3.5's module imports torchvision; the registry's wheel is a CUDA build whose extension cannot load "
+        "beside a CPU build of torch, and its fake registrations ask for schemas that the extension would define",
+        versions="torch 2.13 (CPU) with torchvision 0.28",
+        removal="torchvision ships a CPU wheel for this torch, or vLLM imports it lazily",
+        test="test_torchvision_fails_without_the_schemas",
+    ),
+    Row(
+        symbol="vllm.envs.environment_variables",
+        symptom="a warning 'Unknown vLLM environment variable detected' for each variable of the plugin",
+        cause="vLLM validates every VLLM_* name against its own table and has no door for a plugin's names",
+        versions="vLLM 0.30",
+        removal="vLLM offers a registration call for a plugin's variables",
+        test="test_vllm_has_no_door_for_environment_variables",
+    ),
+    Row(
+        symbol="torch.accelerator.{synchronize,empty_cache,empty_host_cache}",
+        symptom="the engine's shutdown raises on a host without an accelerator, and on Gaudi whose bridge lacks them",
+        cause="vLLM's executor frees caches through torch.accelerator on every platform but its own CPU one",
+        versions="vLLM 0.30 with torch 2.13",
+        removal="vLLM asks the platform instead, or torch.accelerator answers without an accelerator",
+        test="test_torch_accelerator_raises_without_an_accelerator",
+    ),
+)
+
+_torchvision_library: Any = None
+
+
+def define_torchvision_schemas() -> None:
+    """Define the two operator schemas that torchvision's Python side needs, where its extension cannot load.
+
+    Does nothing when torchvision is absent or already imported, when torch is a CUDA build, or at the second call.
+    """
+    global _torchvision_library
+    if _torchvision_library is not None or "torchvision" in sys.modules:
+        return
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    import torch
+
+    if torch.version.cuda is not None or importlib.metadata.version("torchvision").endswith("+cpu"):
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for op in ("nms", "qnms"):
+        library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _torchvision_library = library
+
+
+def register_environment_variables() -> None:
+    """Add our names to vLLM's table of known variables; vLLM's own entries are never replaced."""
+    import vllm.envs
+
+    from vllm_gaudi import envs
+
+    for name in envs.TABLE:
+        if name.startswith("VLLM_"):
+            vllm.envs.environment_variables.setdefault(name, lambda name=name: envs.get(name))
+
+
+def make_accelerator_calls_harmless() -> None:
+    """Replace the calls that raise where ``torch.accelerator`` has no device behind it; no-op where it has one."""
+    import torch
+
+    from vllm_gaudi import device
+
+    if torch.accelerator.is_available() and not device.is_hpu():
+        return
+
+    def synchronize(*args: Any, **kwargs: Any) -> None:
+        device.synchronize()
+
+    def empty_cache(*args: Any, **kwargs: Any) -> None:
+        return
+
+    def empty_host_cache(*args: Any, **kwargs: Any) -> None:
+        return
+
+    torch.accelerator.synchronize = synchronize
+    torch.accelerator.empty_cache = empty_cache
+    torch.accelerator.empty_host_cache = empty_host_cache

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Out-of-tree layers for vLLM's own model classes, put in through vLLM's ``register_oot`` doors."""
+
+from __future__ import annotations
+
+_registered = False
+
+
+def register_layers() -> None:
+    """Register every layer class once per process; vLLM asserts on a second registration."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    from vllm_gaudi.models import gdn_attention, moe  # noqa: F401  (importing them registers them)

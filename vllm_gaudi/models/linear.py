@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products in row tiles of one fixed size, so that a row's bits do not depend on how many rows there are.
+
+Owns: the two linear methods that vLLM's layers are given after their weights are loaded, and ``install_row_tiles``.
+Never: weights (vLLM's methods create and load them) or quantised layers.
+
+Ordering rule: installed once, after loading and before the first forward.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+
+from vllm_gaudi.ops.registry import load_ops
+
+LOGITS_ROW_TILE = 16
+"""Rows of a logits product, for prefill and decode alike, since a prompt's last row may come from either."""
+
+
+class RowTiledLinearMethod(UnquantizedLinearMethod):
+    """vLLM's unquantised method whose product runs in tiles of the forward's ``row_tile``."""
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        tile = get_forward_context().attn_metadata.row_tile
+        return load_ops().row_tiled_linear(x, layer.weight, bias, tile)
+
+
+class RowTiledLogitsMethod(UnquantizedEmbeddingMethod):
+    """vLLM's unquantised embedding whose logits product runs in tiles of ``LOGITS_ROW_TILE`` rows."""
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return load_ops().row_tiled_linear(x, layer.weight, bias, LOGITS_ROW_TILE)
+
+
+def install_row_tiles(model: torch.nn.Module) -> int:
+    """Give every unquantised linear and logits layer of ``model`` its row-tiled method; returns how many."""
+    changed = 0
+    for module in model.modules():
+        if isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod:
+            module.quant_method = RowTiledLinearMethod()
+        elif isinstance(module, VocabParallelEmbedding) and type(module.quant_method) is UnquantizedEmbeddingMethod:
+            module.quant_method = RowTiledLogitsMethod()
+        else:
+            continue
+        changed += 1
+    return changed

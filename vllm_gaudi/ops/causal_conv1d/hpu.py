@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The causal convolution for Gaudi: the contracts of `reference.py`, functional and in one piece.
+
+Owns: the same shifted multiply-adds without a write into a slice. It all runs on CPU too, where the tests compare it.
+Never: boolean indexing, integer `where`, int64 indices.
+Order: taps are added oldest first, as in the reference.
+
+Unproved until it has run on a device: that the compiler fuses the taps; that index_select keeps every bit of a tail.
+"""
+
+import torch
+
+from vllm_gaudi.ops.pointwise import silu
+
+
+def causal_conv1d_prefill(
+    x: torch.Tensor,
+    tail: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lengths: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The contract of `reference.causal_conv1d_prefill`."""
+    if tail.dtype != x.dtype:
+        raise ValueError(f"conv tail is {tail.dtype} but its inputs are {x.dtype}: they must be equal")
+    batch, num_tokens, _ = x.shape
+    history = weight.shape[1] - 1
+    inputs = torch.cat((tail, x), dim=1)
+    token = torch.arange(num_tokens, dtype=torch.int32, device=x.device)
+    y = _taps([inputs[:, j : j + num_tokens] for j in range(history + 1)], weight, bias)
+    y = y.masked_fill((token >= lengths[:, None])[:, :, None], 0.0).to(x.dtype)
+
+    first = torch.arange(batch, dtype=torch.int32, device=x.device) * (history + num_tokens) + lengths
+    rows = first[:, None] + torch.arange(history, dtype=torch.int32, device=x.device)
+    return y, inputs.flatten(0, 1).index_select(0, rows.flatten()).view(tail.shape)
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    tail: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The contract of `reference.causal_conv1d_update`."""
+    if tail.dtype != x.dtype:
+        raise ValueError(f"conv tail is {tail.dtype} but its inputs are {x.dtype}: they must be equal")
+    inputs = torch.cat((tail, x[:, None]), dim=1)
+    return _taps(list(inputs.unbind(1)), weight, bias).to(x.dtype), inputs[:, 1:].contiguous()
+
+
+def _taps(shifted: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    acc = shifted[0].float() * weight[:, 0].float()
+    for j in range(1, len(shifted)):
+        acc = acc + shifted[j].float() * weight[:, j].float()
+    return silu(acc if bias is None else acc + bias.float())

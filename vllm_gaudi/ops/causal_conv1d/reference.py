@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The depthwise causal convolution and SiLU in front of Gated DeltaNet, in plain torch.
+
+Owns: y_t = SiLU(bias + sum_j w[:, j] * m_{t-K+1+j}) with m = [tail | x], and the tail a later step starts from.
+Never: calls `F.conv1d` (its algorithm depends on the shape); keeps anything but exact copies of inputs in a tail; reads
+padding.
+Order: taps are added oldest first, always, in float32, so a token's bits do not depend on what surrounds it.
+"""
+
+import torch
+
+from vllm_gaudi.ops.pointwise import silu
+
+SEGMENT_TOKENS = 512  # float32 temporaries of this many tokens stay in cache; elementwise, so it changes no bit
+
+
+def causal_conv1d_prefill(
+    x: torch.Tensor,
+    tail: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lengths: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convolve T tokens of every sequence, continuing from its tail.
+
+    x        [N, T, C]      pre-activation inputs, tokens >= lengths may hold anything (also NaN)
+    tail     [N, K - 1, C]  the K - 1 inputs before x, same dtype as x (zeros for a new sequence)
+    weight   [C, K]         tap K - 1 meets the current token;  bias [C] or None
+    lengths  [N] int32      real tokens, 0..T
+
+    Returns (y [N, T, C] in x.dtype, zero at tokens >= lengths; new_tail [N, K - 1, C]: the last K - 1 real inputs,
+    gathered from [tail | x] at rows lengths..lengths + K - 2, bit for bit). Nothing is mutated. Raises ValueError when
+    tail.dtype != x.dtype: a rounded tail would make a split sequence differ from a whole one.
+    """
+    if tail.dtype != x.dtype:
+        raise ValueError(f"conv tail is {tail.dtype} but its inputs are {x.dtype}: they must be equal")
+    batch, num_tokens, channels = x.shape
+    history = weight.shape[1] - 1
+    inputs = torch.cat((tail, x), dim=1)  # row history + t is token t
+
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for start in range(0, num_tokens, SEGMENT_TOKENS):
+        stop = min(start + SEGMENT_TOKENS, num_tokens)
+        y[:, start:stop] = _taps([inputs[:, start + j : stop + j] for j in range(history + 1)], weight, bias)
+    dead = torch.arange(num_tokens, dtype=lengths.dtype, device=lengths.device) >= lengths[:, None]
+    y.masked_fill_(dead[:, :, None], 0.0)
+
+    rows = torch.arange(history, dtype=lengths.dtype, device=lengths.device) + lengths[:, None]
+    rows = rows + torch.arange(batch, dtype=lengths.dtype, device=lengths.device)[:, None] * (history + num_tokens)
+    return y, inputs.flatten(0, 1).index_select(0, rows.flatten()).view(tail.shape)
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    tail: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token per row: x [N, C], tail [N, K - 1, C] of the same dtype, weight [C, K], bias [C] or None.
+
+    Returns (y [N, C] in x.dtype, new_tail [N, K - 1, C] = tail without its oldest row, then x). Nothing is mutated. Bit
+    for bit what `causal_conv1d_prefill` gives for the same token. Raises ValueError when tail.dtype != x.dtype.
+    """
+    if tail.dtype != x.dtype:
+        raise ValueError(f"conv tail is {tail.dtype} but its inputs are {x.dtype}: they must be equal")
+    inputs = torch.cat((tail, x[:, None]), dim=1)
+    return _taps(list(inputs.unbind(1)), weight, bias).to(x.dtype), inputs[:, 1:].contiguous()
+
+
+def _taps(shifted: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """SiLU(bias + sum_j weight[:, j] * shifted[j]) in float32; every shifted[j] [..., C], oldest first."""
+    columns = weight.float().t().contiguous()
+    acc = shifted[0].float() * columns[0]
+    for j in range(1, len(shifted)):
+        acc += shifted[j].float() * columns[j]
+    if bias is not None:
+        acc += bias.float()
+    return silu(acc)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the paged K/V cache in plain torch: insert, prefill, decode.
+
+Owns: the float32 online softmax (Milakov & Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691) over
+pieces of fixed size in a fixed order. A cache is [num_kernel_blocks + 1, kernel_block, Hkv, D]; its LAST kernel block
+is the spare one: pad tokens write there and pad table entries point there, so every index is a real row.
+Never: zeroes a page. Prefill needs finite numbers in every row a block table reaches, spare block included, because a
+masked key still multiplies (0 x NaN): new blocks are zeroed before the step. Decode knows each block's length and
+selects what lies behind it away.
+Order: insert, then attend: the tokens of the running chunk are read back from the cache.
+
+Bitwise rules (design.md section 7): query rows are cut into tiles of QUERY_TILE, context into tiles of `tile_tokens`
+(prefill) or kernel blocks (decode); merging a piece without a visible key returns the other side by selection.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+QUERY_TILE = 64  # query rows per GEMM and head
+ENTRIES_AT_ONCE = 32  # kernel blocks whose float32 copies are alive together in decode; changes no bit
+_NEVER = float("-inf")
+
+
+def insert_kv(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write T tokens into the cache, in place.
+
+    k_cache, v_cache  [num_kernel_blocks + 1, kernel_block, Hkv, D] contiguous: MUTATED at the given slots only
+    key, value        [T, Hkv, D], cast to the cache dtype
+    slot_mapping      [T] int32 or int64, tokens: kernel block * kernel_block + offset; pads lie in the spare block,
+                      live slots are distinct
+
+    Raises RuntimeError (torch) for a slot outside the cache or a cache that is not contiguous.
+    """
+    index = slot_mapping.long()  # CPU index_copy_ takes no int32 index
+    for cache, new in ((k_cache, key), (v_cache, value)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, index, new.to(cache.dtype))
+
+
+def paged_prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    scale: float,
+    *,
+    tile_tokens: int = 128,
+) -> torch.Tensor:
+    """Causal attention of a chunk of queries over context and chunk, both read from the cache.
+
+    q            [N, Q, H, D]  H a multiple of Hkv; query head h reads kv head h // (H // Hkv)
+    caches       see the module docstring; only read, finite wherever the table points
+    block_table  [N, M] int32  kernel block ids by position, pads = the spare block
+    query_start  [N] int32     position (tokens) of q[:, 0], >= 0; query i sees key position j iff j <= query_start + i
+    scale        factor on the scores
+    tile_tokens  context tokens per online-softmax step; equal in all calls that must agree bitwise
+
+    Returns [N, Q, H, D] in q.dtype; rows of pad queries are finite garbage. Nothing is mutated. A query's bits depend
+    neither on N, Q and M, nor on how the sequence was cut.
+    """
+    batch, num_queries, heads, dim = q.shape
+    kernel_block, kv_heads = k_cache.shape[1:3]
+    rows_per_gemm = heads // kv_heads * QUERY_TILE
+    num_tiles = -(-num_queries // QUERY_TILE)
+    table_tokens = block_table.shape[1] * kernel_block
+
+    # One GEMM per (sequence, kv head) and query tile, its rows ordered (query, query head of the group).
+    query = F.pad(q, (0, 0, 0, 0, 0, num_tiles * QUERY_TILE - num_queries)).float() * scale
+    query = query.view(batch, num_tiles, QUERY_TILE, kv_heads, -1, dim).permute(1, 0, 3, 2, 4, 5)
+    query = query.reshape(num_tiles, batch * kv_heads, rows_per_gemm, dim)
+    offset = torch.arange(num_tiles * QUERY_TILE, dtype=torch.int32, device=q.device)
+    sees = (query_start.int()[:, None] + offset).view(batch, num_tiles, QUERY_TILE).transpose(0, 1)
+    sees = sees[:, :, None, :, None].expand(-1, -1, kv_heads, -1, heads // kv_heads)
+    sees = sees.reshape(num_tiles, batch * kv_heads, rows_per_gemm, 1)
+
+    running: list[_Softmax | None] = [None] * num_tiles
+    for start in range(0, table_tokens, tile_tokens):
+        position = torch.arange(start, start + tile_tokens, dtype=torch.int32, device=q.device)
+        slots = _slots(block_table, position.clamp(max=table_tokens - 1), kernel_block)
+        key, value = _gather_slots(k_cache, slots), _gather_slots(v_cache, slots)
+        for tile in range(num_tiles):
+            hidden = (position > sees[tile]) | (position >= table_tokens)
+            scores = torch.bmm(query[tile], key.transpose(1, 2)).masked_fill_(hidden, _NEVER)
+            piece = _piece(scores, value)
+            so_far = running[tile]
+            # Position 0 is visible to every query, so the first tile always leaves a finite maximum.
+            running[tile] = piece if so_far is None else _merge(so_far, piece, start <= sees[tile])
+
+    done = torch.stack([state.acc / state.total for state in running if state is not None])
+    done = done.view(num_tiles, batch, kv_heads, QUERY_TILE, -1, dim).permute(1, 0, 3, 2, 4, 5)
+    return done.reshape(batch, -1, heads, dim)[:, :num_queries].to(q.dtype).contiguous()
+
+
+def paged_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_list: torch.Tensor,
+    block_rows: torch.Tensor,
+    block_lens: torch.Tensor,
+    row_first: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """One query per row over a flat list of kernel blocks; the token itself is already in the cache.
+
+    q           [R, H, D]  H a multiple of Hkv
+    caches      see the module docstring; only read; tokens behind a block's length may hold anything, also NaN
+    block_list  [F] int32  kernel block ids; the entries of one row are contiguous and in position order
+    block_rows  [F] int32  owning row of each entry, in 0..R-1
+    block_lens  [F] int32  valid tokens of each entry, 0..kernel_block
+    row_first   [R] int32  index of each row's first entry, in 0..F-1
+    scale       factor on the scores
+
+    Pads: block_list = the spare block, block_lens = 0, block_rows = any row in range (R - 1 by convention), behind all
+    live entries. An empty entry changes nothing, by selection, whichever row it names. A row without blocks may name
+    any entry in row_first (0 by convention): unless that entry is live and its own, the row's result is zeros.
+
+    Returns [R, H, D] in q.dtype. Nothing is mutated. Each entry gives (maximum, sum, weighted values); then log2(F)
+    doubling steps merge entry i with entry i + 2^s of the same row. So the order of merging depends on the offset
+    inside the row alone, and a row's bits depend neither on the other rows nor on R and F.
+    """
+    rows, heads, dim = q.shape
+    kv_heads = k_cache.shape[2]
+    num_entries = block_list.shape[0]
+    query = (q.float() * scale).index_select(0, block_rows).view(num_entries, kv_heads, -1, dim)
+    unused = torch.arange(k_cache.shape[1], dtype=block_lens.dtype, device=q.device) >= block_lens[:, None]
+
+    pieces = []
+    for start in range(0, num_entries, ENTRIES_AT_ONCE):
+        some = slice(start, start + ENTRIES_AT_ONCE)
+        key, value = (_gather_blocks(cache, block_list[some], unused[some]) for cache in (k_cache, v_cache))
+        scores = torch.bmm(query[some].flatten(0, 1), key.transpose(1, 2))
+        hidden = unused[some].repeat_interleave(kv_heads, dim=0)[:, None]
+        pieces.append(_piece(scores.masked_fill_(hidden, _NEVER), value))
+    top, total, acc = (torch.cat([p[i] for p in pieces]).view(num_entries, heads, -1) for i in range(3))
+    merged = _Softmax(top, total, acc)
+
+    live = block_lens > 0
+    entry = torch.arange(num_entries, dtype=torch.int32, device=q.device)
+    step = 1
+    while step < num_entries:
+        same_row = (block_rows == block_rows.roll(-step)) & (entry < num_entries - step)
+        joined = same_row & live.roll(-step)
+        merged = _merge(merged, _Softmax(*(x.roll(-step, 0) for x in merged)), joined[:, None, None])
+        live = live | joined
+        step *= 2
+
+    row = torch.arange(rows, dtype=block_rows.dtype, device=q.device)
+    own = (block_rows.index_select(0, row_first) == row) & live.index_select(0, row_first)
+    out = merged.acc.index_select(0, row_first) / merged.total.index_select(0, row_first)
+    return out.masked_fill_(~own[:, None, None], 0.0).to(q.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class _Softmax(NamedTuple):
+    """A softmax over some of the keys, not yet divided by its sum. Leading dims are those of the GEMM's rows."""
+
+    top: torch.Tensor  # [..., 1] float32 maximum score, -inf when no key was visible
+    total: torch.Tensor  # [..., 1] float32 sum of exp(score - top)
+    acc: torch.Tensor  # [..., D] float32 sum of exp(score - top) * value
+
+
+def _piece(scores: torch.Tensor, value: torch.Tensor) -> _Softmax:
+    """scores [B, rows, L] float32, hidden keys at -inf, OVERWRITTEN; value [B, L, D] float32."""
+    top = scores.amax(-1, keepdim=True)
+    probs = scores.sub_(top.clamp(min=torch.finfo(torch.float32).min)).exp_()  # a row without keys: all zeros, not NaN
+    return _Softmax(top, probs.sum(-1, keepdim=True), torch.bmm(probs, value))
+
+
+def _merge(one: _Softmax, other: _Softmax, where: torch.Tensor) -> _Softmax:
+    """The softmax over both sets of keys where `where` (bool, broadcast) holds, `one` bit for bit elsewhere."""
+    top = torch.maximum(one.top, other.top)
+    shrink, grow = torch.exp(one.top - top), torch.exp(other.top - top)  # NaN only where both are empty: not selected
+    return _Softmax(
+        torch.where(where, top, one.top),
+        torch.where(where, one.total * shrink + other.total * grow, one.total),
+        torch.where(where, one.acc * shrink + other.acc * grow, one.acc),
+    )
+
+
+def _slots(block_table: torch.Tensor, position: torch.Tensor, kernel_block: int) -> torch.Tensor:
+    """Flat cache slots [N, L] int32 of the table positions [L] (tokens)."""
+    return block_table.index_select(1, position // kernel_block) * kernel_block + position % kernel_block
+
+
+def _gather_slots(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Cache rows at slots [N, L] as float32 [N * Hkv, L, D]."""
+    rows = cache.view(-1, *cache.shape[2:]).index_select(0, slots.flatten()).unflatten(0, slots.shape)
+    return rows.transpose(1, 2).to(torch.float32).flatten(0, 1).contiguous()
+
+
+def _gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+    """Whole kernel blocks as float32 [F * Hkv, kernel_block, D]; unused tokens [F, kernel_block] read as zeros."""
+    picked = cache.index_select(0, blocks).transpose(1, 2).to(torch.float32)
+    return picked.masked_fill(unused[:, None, :, None], 0.0).flatten(0, 1).contiguous()

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The platform: what vLLM asks before there is a worker. Decides by configuration, never touches a tensor.
+
+Owns: class paths (dotted strings), facts for the refusal table, defaults that the device needs.
+Never: a block size. vLLM calls ``check_and_update_config`` again on the live config once the engine runs, so every line
+of it must leave a resolved config as it is.
+
+Ordering rule: refuse first, then fill in what is still open.
+"""
+
+from __future__ import annotations
+
+import platform as host_platform
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms.interface import Platform, PlatformEnum
+
+from vllm_gaudi import capabilities, device, envs
+from vllm_gaudi.bucketing.grid import CONFIG_KEYS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.vllm_gaudi.platform")
+
+ATTENTION_BACKEND = "vllm_gaudi.attention.backend.HPUAttentionBackend"
+WORKER = "vllm_gaudi.v1.worker.hpu_worker.HPUWorker"
+SCHEDULER = "vllm_gaudi.v1.core.sched.hpu_scheduler.HPUScheduler"
+ASYNC_SCHEDULER = "vllm_gaudi.v1.core.sched.hpu_async_scheduler.HPUAsyncScheduler"
+COMMUNICATOR = "vllm_gaudi.distributed.hpu_communicator.HpuCommunicator"
+
+
+class HpuPlatform(Platform):
+    _enum = PlatformEnum.OOT
+    device_name: str = device.device_type()
+    device_type: str = device.device_type()
+    dispatch_key: str = "HPU" if device.is_hpu() else "CPU"
+    ray_device_key: str = "HPU"
+    device_control_env_var: str = "HABANA_VISIBLE_MODULES"
+    dist_backend: str = device.distributed_backend()
+    simple_compile_backend: str = "eager"
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32]
+
+    # Configuration
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        """Before any config exists: vLLM would pick its V2 model runner wherever it finds Triton."""
+        envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Refuse what is not supported; choose worker and scheduler; switch vLLM's own compiler off."""
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        if vllm_config.model_config is None:  # vLLM's own tests and tools build configs without a model
+            return
+        capabilities.refuse(_facts(vllm_config))
+        parallel = vllm_config.parallel_config
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = WORKER
+        scheduler = vllm_config.scheduler_config
+        if scheduler.scheduler_cls is None:
+            scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+        compilation = vllm_config.compilation_config
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.cudagraph_capture_sizes = []
+        cache = vllm_config.cache_config
+        if vllm_config.model_config.is_hybrid and cache.enable_prefix_caching:
+            cache.enable_prefix_caching = False
+            logger.info("Prefix caching is off: it is not supported on a GDN hybrid yet")
+        if cache.mamba_cache_mode == "align" and not cache.enable_prefix_caching:
+            cache.mamba_cache_mode = "none"
+            cache.mamba_block_size = vllm_config.model_config.max_model_len
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return True
+
+    @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        return False
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        return ATTENTION_BACKEND
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return COMMUNICATOR
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """vLLM's compiled kernels are absent on this platform."""
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        """Refuse what a request asks and the engine cannot do."""
+        if processed_inputs.get("type") == "embeds":
+            raise ValueError("prompt embeddings are not supported; send text or token ids")
+
+    # Device
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return "Intel Gaudi" if device.is_hpu() else f"CPU host ({host_platform.machine()})"
+
+    @classmethod
+    def get_device_uuid(cls, device_id: int = 0) -> str:
+        return f"{device.device_type()}:{device_id}"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return device.total_memory()
+
+    @classmethod
+    def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:  # noqa: A002
+        return float(_used_memory())
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        """A process has one device."""
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    @classmethod
+    def inference_mode(cls) -> Any:
+        return torch.inference_mode()
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"dtype {dtype} is not supported; pass --dtype bfloat16 or float32")
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return False
+
+    @classmethod
+    def is_sleep_mode_available(cls) -> bool:
+        return False
+
+    @classmethod
+    def is_cumem_allocator_available(cls) -> bool:
+        return False
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        return False
+
+
+_used_memory = device.used_memory
+
+
+def _facts(config: VllmConfig) -> capabilities.Facts:
+    """Plain values of a vLLM config, for the refusal table."""
+    from vllm_gaudi.attention.backend import block_size_granule
+
+    model, cache, parallel, scheduler = (
+        config.model_config,
+        config.cache_config,
+        config.parallel_config,
+        config.scheduler_config,
+    )
+    multimodal = model.multimodal_config
+    additional = config.additional_config if isinstance(config.additional_config, dict) else {}
+    own_schedulers = (None, SCHEDULER, ASYNC_SCHEDULER)
+    scheduler_cls = scheduler.scheduler_cls
+    speculative = config.speculative_config
+    return capabilities.Facts(
+        architecture=model.architecture,
+        runner=model.runner_type,
+        is_hybrid=model.is_hybrid,
+        is_encoder_decoder=model.is_encoder_decoder,
+        uses_mla=model.use_mla,
+        sliding_window=model.get_sliding_window(),
+        takes_multimodal_inputs=multimodal is not None and not multimodal.language_model_only,
+        prompt_embeds=model.enable_prompt_embeds,
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=model.quantization,
+        kv_cache_dtype=cache.cache_dtype,
+        skipped_kv_cache_layers=bool(cache.kv_cache_dtype_skip_layers),
+        speculative_method=None if speculative is None else str(speculative.method),
+        lora=config.lora_config is not None,
+        sleep_mode=model.enable_sleep_mode,
+        weight_transfer=config.weight_transfer_config is not None,
+        kv_connector=config.kv_transfer_config is not None,
+        kv_offloading=cache.kv_offloading_size is not None,
+        encoder_connector=config.ec_transfer_config is not None,
+        weight_offloading=config.offload_config.uva.cpu_offload_gb > 0
+        or config.offload_config.prefetch.offload_group_size > 0,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        data_parallel=parallel.data_parallel_size,
+        prefill_context_parallel=parallel.prefill_context_parallel_size,
+        decode_context_parallel=parallel.decode_context_parallel_size,
+        expert_parallel=parallel.enable_expert_parallel or parallel.enable_eplb or parallel.enable_elastic_ep,
+        microbatching=parallel.enable_dbo or parallel.ubatch_size > 0,
+        v2_model_runner=config.use_v2_model_runner,
+        routed_experts_returned=model.enable_return_routed_experts,
+        sampling_mask_returned=model.return_sampling_mask,
+        watermark=config.watermark_config is not None,
+        replayssm=cache.use_replayssm,
+        kv_sharing_fast_prefill=cache.kv_sharing_fast_prefill,
+        chunked_prefill=scheduler.enable_chunked_prefill,
+        hybrid_manager_disabled=bool(scheduler.disable_hybrid_kv_cache_manager),
+        foreign_scheduler=None if scheduler_cls in own_schedulers else str(scheduler_cls),
+        foreign_worker=None if parallel.worker_cls in ("auto", WORKER) else parallel.worker_cls,
+        block_size=cache.block_size if cache.user_specified_block_size else None,
+        block_size_granule=block_size_granule(),
+        prefix_caching=bool(cache.enable_prefix_caching),
+        mamba_cache_mode=cache.mamba_cache_mode,
+        prefix_match_unit=cache.prefix_match_unit,
+        fine_grained_junctions=cache.enable_mamba_fine_grained_prefix_cache,
+        compact_gdn=envs.get("VLLM_COMPACT_GDN"),
+        contiguous_pa=bool(envs.get("VLLM_CONTIGUOUS_PA")),
+        defragmenter=bool(envs.get("VLLM_DEFRAG")),
+        lazy_mode=envs.get("PT_HPU_LAZY_MODE"),
+        unknown_additional_keys=tuple(sorted(set(additional) - set(CONFIG_KEYS))),
+    )

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block size B and GDN chunk C, read from the KV cache config. Never torch, never the worker: another process.
+
+Owns: the two numbers that scheduler and worker must agree on.
+Never: ``cache_config.block_size``, which vLLM re-derives on the live config after start-up.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+DEFAULT_GDN_CHUNK = 64
+"""Tokens of a GDN chunk where the block size allows it."""
+
+
+def gdn_chunk_size(block_size: int) -> int:
+    """Tokens of a GDN chunk: the largest divisor of ``block_size`` that also divides ``DEFAULT_GDN_CHUNK``."""
+    return math.gcd(block_size, DEFAULT_GDN_CHUNK)
+
+
+def is_gdn_group(group: Any) -> bool:
+    """Whether a KV cache group holds recurrent state (its spec names a kind of Mamba) rather than keys and values."""
+    return getattr(group.kv_cache_spec, "mamba_type", None) is not None
+
+
+def attention_block_size(kv_cache_config: Any) -> int:
+    """B: tokens per block of the attention group. Raises RuntimeError unless there is exactly one attention group."""
+    sizes = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups if not is_gdn_group(g)]
+    if len(sizes) != 1:
+        raise RuntimeError(
+            f"the KV cache config has {len(sizes)} attention groups (blocks of {sizes} tokens) and the plugin supports "
+            "exactly one; use a model whose attention layers are all alike"
+        )
+    return sizes[0]

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The asynchronous scheduler, vLLM's default, with the same overrides as the synchronous one."""
+
+from __future__ import annotations
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from vllm_gaudi.v1.core.sched.hpu_scheduler import GDNGridMixin
+
+
+class HPUAsyncScheduler(GDNGridMixin, AsyncScheduler):
+    """Schedules the next step before the last one's tokens have arrived."""

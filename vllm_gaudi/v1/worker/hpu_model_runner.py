@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model runner: composes the owners and runs the step. Nothing else lives here.
+
+Owns: the order of a step, which is its correctness argument:
+
+    free before take        the request table hands slots back before it admits anyone
+    zero before read        fresh attention pages and admitted slots are overwritten with zeros before the forward
+    decode before admitted  an admitted request may hit a block that a decoding one fills in this step
+    forward before sample   logits come from rows that are final
+
+Never: tensor arithmetic, a branch on the model's family, or padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
+
+from vllm_gaudi import envs
+from vllm_gaudi.bucketing.grid import CONFIG_KEYS, BucketGrid, DecodeBucket, PrefillBucket
+from vllm_gaudi.models.linear import install_row_tiles
+from vllm_gaudi.v1.worker.graphs import GraphRunner
+from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PadRows, RowTiles
+from vllm_gaudi.v1.worker.kv_cache import CacheGeometry, KVCaches
+from vllm_gaudi.v1.worker.output import StepOutput
+from vllm_gaudi.v1.worker.requests import RequestTable, StepRequests
+from vllm_gaudi.v1.worker.sampling import PromptLogprobs, SamplingState
+from vllm_gaudi.v1.worker.slots import SlotPool
+from vllm_gaudi.v1.worker.warmup import warm_up
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+PREFILL_ROW_TILE = 64
+DECODE_ROW_TILE = 16
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose forwards are issued and whose tokens are not sampled yet."""
+
+    scheduler_output: SchedulerOutput
+    step: StepRequests
+    logits: torch.Tensor | None  # [n, V] of the sampling requests, None where nobody samples
+    logits_req_ids: tuple[str, ...]
+    prompt_logprobs: dict[str, LogprobsTensors | None]
+
+
+class HPUModelRunner:
+    """One rank's model, caches and requests. ``initialize_kv_cache`` completes it."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device):
+        self.vllm_config = vllm_config
+        self.device = device
+        scheduler = vllm_config.scheduler_config
+        self.max_num_seqs = scheduler.max_num_seqs
+        self.max_num_tokens = scheduler.max_num_batched_tokens
+        self.is_async = bool(scheduler.async_scheduling)
+        self.model: torch.nn.Module
+        self.graphs: GraphRunner
+        self.caches: KVCaches
+        self.grid: BucketGrid
+        self.slots: SlotPool
+        self.requests: RequestTable
+        self.inputs: InputBuilder
+        self.sampling: SamplingState
+        self.prompt_logprobs = PromptLogprobs()
+        self._pending: PendingStep | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        return self.vllm_config.model_config.max_model_len
+
+    # Start-up
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        """Load weights with vLLM's loader and put the row-tiled products in. Needs the current vLLM config."""
+        load_config = self.vllm_config.load_config
+        if load_dummy_weights:
+            load_config.load_format = "dummy"
+        loader = get_model_loader(load_config)
+        self.model = loader.load_model(vllm_config=self.vllm_config, model_config=self.vllm_config.model_config)
+        install_row_tiles(self.model)
+        self.graphs = GraphRunner(self.model, self.vllm_config)
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        return self.vllm_config.compilation_config.static_forward_context
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        specs = {}
+        for name, layer in self.layers.items():
+            if hasattr(layer, "get_kv_cache_spec"):
+                spec = layer.get_kv_cache_spec(self.vllm_config)
+                if spec is not None:
+                    specs[name] = spec
+        return specs
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the caches, bind them to the layers, and build the owners that need their geometry."""
+        geometry = CacheGeometry.from_config(kv_cache_config)
+        self.caches = KVCaches(
+            geometry,
+            kv_cache_config,
+            self.layers,
+            self.max_num_seqs,
+            self.device,
+            poison=envs.get("VLLM_GAUDI_POISON"),
+        )
+        self.slots = SlotPool(self.max_num_seqs)
+        self.requests = RequestTable(self.slots, geometry.num_groups, self.max_model_len)
+        additional = self.vllm_config.additional_config
+        self.grid = BucketGrid(
+            query_multiple=PREFILL_ROW_TILE,
+            max_query=self.max_num_tokens,
+            max_batch=self.max_num_seqs,
+            max_context=self.max_model_len,
+            kernel_block=geometry.kernel_block,
+            max_blocks=geometry.num_kernel_blocks,
+            overrides={key: additional[key] for key in CONFIG_KEYS if key in additional},
+        )
+        self.inputs = InputBuilder(
+            self.grid,
+            PadRows(geometry.spare_block, self.caches.zero_row, self.caches.trash_row),
+            RowTiles(PREFILL_ROW_TILE, DECODE_ROW_TILE),
+            attention_group=geometry.attention_group,
+            kernel_block=geometry.kernel_block,
+            kernel_blocks_per_block=geometry.kernel_blocks_per_block,
+            num_slots=self.max_num_seqs,
+            position_axes=3 if self.vllm_config.model_config.uses_mrope else 1,
+            device=self.device,
+        )
+        self.sampling = SamplingState(self.vllm_config, self.device, self.max_num_seqs, self.max_model_len)
+
+    @torch.inference_mode()
+    def profile_run(self, bucket: PrefillBucket | DecodeBucket | None = None) -> None:
+        """Run one bucket of pads (the largest prefill by default) through model and logits."""
+        inputs = self.inputs.dummy(bucket or self.grid.all_prefill()[0])
+        self.graphs.logits(self.graphs.run(inputs), inputs.logit_rows)
+
+    @torch.inference_mode()
+    def warm_up(self, show_progress: bool) -> int:
+        """Run every shape of the grid once and leave no trace of it in the caches; returns the number of shapes."""
+        count = warm_up(self.grid, self.profile_run, show_progress)
+        self.finish_warm_up()
+        return count
+
+    @torch.inference_mode()
+    def finish_warm_up(self) -> None:
+        self.caches.zero_reserved()
+        self.graphs.seal()
+
+    # The step
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run the step's forwards. Returns None when ``sample_tokens`` must follow."""
+        if self._pending is not None:
+            raise RuntimeError("execute_model is called again before sample_tokens")
+        self._forget(scheduler_output.finished_req_ids)
+        step = self.requests.apply(scheduler_output)
+        self.caches.zero_blocks(step.fresh_blocks)
+        self.caches.zero_state_rows(step.slots[step.admitted])
+        if step.is_empty:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        logits: list[torch.Tensor] = []
+        req_ids: list[str] = []
+        prompt_logprobs: dict[str, LogprobsTensors | None] = {}
+        for inputs in self.inputs.build(step):
+            hidden = self.graphs.run(inputs)
+            self._score_prompts(step, inputs, hidden, prompt_logprobs)
+            sampling = [n for n, i in enumerate(inputs.members) if step.samples[i]]
+            if sampling:
+                logits.append(self._logits_of(inputs, hidden, sampling))
+                req_ids += [step.req_ids[inputs.members[n]] for n in sampling]
+        self._pending = PendingStep(
+            scheduler_output=scheduler_output,
+            step=step,
+            logits=torch.cat(logits) if logits else None,
+            logits_req_ids=tuple(req_ids),
+            prompt_logprobs=prompt_logprobs,
+        )
+        return None
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Sample the tokens of the step that ``execute_model`` has issued."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        self.sampling.collect(self.requests)
+        step = pending.step
+        sampled = None
+        if pending.logits is not None:
+            sampled, token_ids = self.sampling.sample(
+                step,
+                self.requests,
+                pending.logits,
+                pending.logits_req_ids,
+                pending.scheduler_output,
+                grammar_output,
+            )
+            slot_of = dict(zip(step.req_ids, step.slots.tolist(), strict=True))
+            self.inputs.remember(np.array([slot_of[req_id] for req_id in sampled.req_ids], np.int32), token_ids)
+        self.requests.count_sampled(step)
+        output = StepOutput(step, sampled, pending.prompt_logprobs)
+        return output if self.is_async else output.get_output()
+
+    def _forget(self, finished: set[str]) -> None:
+        self.sampling.forget(finished)
+        self.prompt_logprobs.forget(finished)
+
+    def _logits_of(self, inputs: ModelInputs, hidden: torch.Tensor, sampling: list[int]) -> torch.Tensor:
+        """Logits [n, V] of the bucket's sequences ``sampling``; computed for all of them, since shapes are fixed."""
+        logits = self.graphs.logits(hidden, inputs.logit_rows)
+        if sampling == list(range(len(sampling))):
+            return logits[: len(sampling)]
+        return logits.index_select(0, torch.tensor(sampling, device=self.device))
+
+    def _score_prompts(
+        self,
+        step: StepRequests,
+        inputs: ModelInputs,
+        hidden: torch.Tensor,
+        finished: dict[str, LogprobsTensors | None],
+    ) -> None:
+        """Prompt logprobs of the chunk's positions, for the requests that asked for them."""
+        for n, i in enumerate(inputs.members):
+            request = self.requests[step.req_ids[i]]
+            num_logprobs = self.sampling.num_prompt_logprobs(request)
+            if num_logprobs is None or step.num_computed[i] >= request.num_prompt or request.output:
+                continue
+            start, end = int(step.num_computed[i]), int(step.end[i])
+            last = min(end, request.num_prompt - 1)  # the last position that has a next prompt token
+            if last > start:
+                first_row = n * inputs.attn.query
+                rows = torch.arange(first_row, first_row + last - start, device=self.device)
+                targets = torch.from_numpy(request.tokens[start + 1 : last + 1].astype(np.int64)).to(self.device)
+                chunk = self.sampling.score_prompt(self.graphs.logits(hidden, rows), targets, num_logprobs)
+                self.prompt_logprobs.fill(request, start, chunk, num_logprobs)
+            if end >= request.num_prompt:
+                finished[request.req_id] = self.prompt_logprobs.take(request, num_logprobs)

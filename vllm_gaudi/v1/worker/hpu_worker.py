@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's process: device, weights, memory budget, life cycle.
+
+Owns: how much memory the block pool may have, and what the operator is told at start.
+Never: anything of a step; that is the runner's.
+
+Ordering rule: weights, then slots, then a profile run; the pool gets what is left.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+from vllm.v1.worker.workspace import init_workspace_manager
+
+from vllm_gaudi import compat, device, envs
+from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
+from vllm_gaudi.v1.worker.kv_cache import NUM_RESERVED_ROWS, kernel_block_size, state_bytes_per_row
+
+if TYPE_CHECKING:
+    from vllm.tasks import SupportedTask
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+logger = init_logger("vllm.vllm_gaudi.worker")
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.2f} MiB"
+
+
+class HPUWorker(WorkerBase):
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ):
+        super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
+        self.model_runner: HPUModelRunner
+        self._weight_bytes = 0
+
+    # Start-up, in the order in which vLLM calls it
+
+    def init_device(self) -> None:
+        device.initialize()
+        compat.make_accelerator_calls_harmless()
+        self.device = torch.device(device.device_type())
+        self.current_platform.check_if_supports_dtype(self.model_config.dtype)
+        init_worker_distributed_environment(
+            self.vllm_config,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            device.distributed_backend(),
+        )
+        set_random_seed(self.model_config.seed)
+        init_workspace_manager(self.device, 1)
+        self.model_runner = HPUModelRunner(self.vllm_config, self.device)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.load_model(load_dummy_weights)
+        self._weight_bytes = sum(p.numel() * p.element_size() for p in self.get_model().parameters())
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return self.model_runner.get_kv_cache_spec()
+
+    def determine_available_memory(self) -> int:
+        """Bytes for attention pages: what the user gave, or what is left of the device after everything else."""
+        specs = self.get_kv_cache_spec()
+        state_bytes = self._state_bytes(specs)
+        spare_bytes = self._spare_block_bytes(specs)
+        peak = self._profile(specs)
+        given = self.cache_config.kv_cache_memory_bytes
+        if given is not None:
+            budget, words = given, f"--kv-cache-memory-bytes {given}"
+            available = budget - state_bytes - spare_bytes
+        else:
+            budget = int(device.total_memory() * self.cache_config.gpu_memory_utilization)
+            words = (
+                f"--gpu-memory-utilization {self.cache_config.gpu_memory_utilization} of {_gib(device.total_memory())}"
+            )
+            available = budget - self._weight_bytes - peak - state_bytes - spare_bytes
+        logger.info(
+            "Memory budget %s (%s): weights %s, profile peak %s, GDN slots %s, leaves %s for blocks",
+            _gib(budget),
+            words,
+            _gib(self._weight_bytes),
+            _gib(peak),
+            _gib(state_bytes),
+            _gib(max(0, available)),
+        )
+        if available <= 0:
+            raise RuntimeError(
+                f"no memory is left for the block pool: {words} gives {_gib(budget)}, of which weights take "
+                f"{_gib(self._weight_bytes)}, the profile run {_gib(peak)} and {self.scheduler_config.max_num_seqs} "
+                f"GDN slots {_gib(state_bytes)}; raise --gpu-memory-utilization or --kv-cache-memory-bytes, or lower "
+                "--max-num-seqs or --max-num-batched-tokens"
+                + ("" if device.is_hpu() else " (on a CPU host, raise VLLM_GAUDI_HOST_MEMORY_GIB)")
+            )
+        return available
+
+    def _state_bytes(self, specs: dict[str, KVCacheSpec]) -> int:
+        gdn = [spec for spec in specs.values() if isinstance(spec, MambaSpec)]
+        return state_bytes_per_row(gdn) * (self.scheduler_config.max_num_seqs + NUM_RESERVED_ROWS)
+
+    def _spare_block_bytes(self, specs: dict[str, KVCacheSpec]) -> int:
+        return sum(
+            spec.page_size_bytes // spec.block_size * kernel_block_size(spec.block_size)
+            for spec in specs.values()
+            if not isinstance(spec, MambaSpec)
+        )
+
+    def _profile(self, specs: dict[str, KVCacheSpec]) -> int:
+        """Peak bytes of the largest prefill, run on a pool of one block that is dropped again."""
+        attention = [name for name, spec in specs.items() if not isinstance(spec, MambaSpec)]
+        gdn = [name for name, spec in specs.items() if isinstance(spec, MambaSpec)]
+        groups = [KVCacheGroupSpec(attention, specs[attention[0]])]
+        # One GDN layer per group: positions need not line up for a run on pads.
+        groups += [KVCacheGroupSpec([name], specs[name]) for name in gdn]
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.initialize_kv_cache(
+                KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+            )
+            with device.PeakMemory() as peak:
+                self.model_runner.profile_run()
+                device.synchronize()
+        self.model_runner.graphs.warm_shapes.clear()
+        gc.collect()
+        return peak.bytes
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        self.model_runner.initialize_kv_cache(kv_cache_config)
+        self._say_what_was_built()
+
+    def _say_what_was_built(self) -> None:
+        geometry = self.model_runner.caches.geometry
+        # What one conversation of max_model_len tokens takes: its attention blocks, and one block per GDN group.
+        blocks_each = -(-self.model_config.max_model_len // geometry.block_size) + len(geometry.gdn_groups)
+        logger.info(
+            "vllm_gaudi on %s: B = %d tokens, %d GDN group(s) + 1 attention group, %d blocks; pool %s, %d slots %s, "
+            "weights %s; %.1f conversations of %d tokens fit",
+            device.device_type(),
+            geometry.block_size,
+            len(geometry.gdn_groups),
+            geometry.num_blocks,
+            _gib(geometry.pool_bytes),
+            self.scheduler_config.max_num_seqs,
+            _gib(self.model_runner.caches.state_bytes),
+            _gib(self._weight_bytes),
+            min((geometry.num_blocks - 1) / blocks_each, self.scheduler_config.max_num_seqs),
+            self.model_config.max_model_len,
+        )
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        device.set_graph_defaults()
+        start = time.perf_counter()
+        if envs.get("VLLM_SKIP_WARMUP"):
+            logger.info("Warm-up is skipped (VLLM_SKIP_WARMUP)")
+            self.model_runner.finish_warm_up()
+        else:
+            with set_current_vllm_config(self.vllm_config):
+                count = self.model_runner.warm_up(show_progress=self.is_driver_worker)
+            seconds = time.perf_counter() - start
+            logger.info("Warmup finished in %.1f secs, %d shapes", seconds, count)
+        set_random_seed(self.model_config.seed)
+        return CompilationTimes(language_model=time.perf_counter() - start, encoder=0.0)
+
+    # Serving
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        return self.model_runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        return self.model_runner.sample_tokens(grammar_output)
+
+    def execute_dummy_batch(self) -> None:
+        self.model_runner.profile_run(self.model_runner.grid.all_decode()[-1])
+
+    def synchronize_device(self) -> None:
+        device.synchronize()
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model_runner.model
+
+    def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return ("generate",)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        self.model_config.max_model_len = max_model_len
+
+    def reset_encoder_cache(self) -> None:
+        """There is none: multimodal inputs are refused."""
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
+        raise NotImplementedError("the profiler RPC is not supported; use torch.profiler around the engine")
+
+    def take_draft_token_ids(self) -> Any:
+        return None
+
+    def shutdown(self) -> None:
+        if hasattr(self, "model_runner"):
+            del self.model_runner

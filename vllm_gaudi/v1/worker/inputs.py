@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a step's requests to padded model inputs: which rows run together, in which bucket, and with which pads.
+
+Owns: the split of a step into forwards, all host-to-device uploads of a forward, and the last sampled token per slot.
+Never: the model, sampling, or a shape outside the grid.
+
+Ordering rule: the decode batch goes first, then prefills in scheduler order. A request admitted in this step may hit a
+block that a decoding request fills in this very step, so its forward must come after the decode; an admitted request is
+never in the decode batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_gaudi.attention.metadata import DecodeAttention, HPUAttentionMetadata, PrefillAttention
+from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket
+from vllm_gaudi.v1.worker.requests import StepRequests
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """One forward. ``members``: indices into the step's requests, in the order of the bucket's sequences."""
+
+    bucket: PrefillBucket | DecodeBucket
+    members: tuple[int, ...]
+    input_ids: torch.Tensor  # [rows] int32
+    positions: torch.Tensor  # [rows] int64, or [3, rows] for a model with multi-axis rotary positions
+    attn: HPUAttentionMetadata
+    logit_rows: torch.Tensor  # [batch] int64: the row of each sequence's last token (pads: row 0)
+
+
+@dataclass(frozen=True)
+class PadRows:
+    """Where padding points: real rows that nobody's result depends on."""
+
+    spare_block: int  # kernel block id
+    zero_row: int  # state row, read by pads
+    trash_row: int  # state row, written by pads
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """Rows of every matrix product; 0 runs each product over all rows at once."""
+
+    prefill: int
+    decode: int
+
+
+class InputBuilder:
+    """Builds the forwards of a step.
+
+    ``attention_group``: index of the attention group in the step's block tables; ``kernel_block`` tokens;
+    ``kernel_blocks_per_block``; ``num_slots``; ``position_axes``: 1, or 3 for multi-axis rotary positions.
+    """
+
+    def __init__(
+        self,
+        grid: BucketGrid,
+        pads: PadRows,
+        tiles: RowTiles,
+        *,
+        attention_group: int,
+        kernel_block: int,
+        kernel_blocks_per_block: int,
+        num_slots: int,
+        position_axes: int,
+        device: torch.device,
+    ):
+        self._grid = grid
+        self._pads = pads
+        self._tiles = tiles
+        self._attention_group = attention_group
+        self._kernel_block = kernel_block
+        self._per_block = kernel_blocks_per_block
+        self._axes = position_axes
+        self._device = device
+        self._last_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)  # last entry: pads
+
+    def build(self, step: StepRequests) -> Iterator[ModelInputs]:
+        """The forwards of ``step``, in the order in which they must run."""
+        decodes = np.flatnonzero(~step.is_prefill)
+        for members in self._decode_batches(step, decodes):
+            yield self._decode_inputs(step, members)
+        for members in self._prefill_batches(step, np.flatnonzero(step.is_prefill)):
+            yield self._prefill_inputs(step, members)
+
+    def remember(self, slots: np.ndarray, token_ids: torch.Tensor) -> None:
+        """Keep sampled ``token_ids`` [n] (device) as the next input of ``slots`` [n] int32."""
+        self._last_tokens.index_copy_(0, self._upload(slots, np.int64), token_ids.to(torch.int32))
+
+    def dummy(self, bucket: PrefillBucket | DecodeBucket) -> ModelInputs:
+        """Inputs of ``bucket`` made of pads alone, for profiling and warm-up."""
+        if isinstance(bucket, PrefillBucket):
+            return self._prefill_tensors(bucket, (), [], [], [], [])
+        return self._decode_tensors(bucket, (), [], [], [], [], [])
+
+    # Which rows run together
+
+    def _decode_batches(self, step: StepRequests, members: np.ndarray) -> Iterator[list[int]]:
+        """Cut the decoding rows where the block ladder ends: shared blocks count once for each reader."""
+        batch: list[int] = []
+        blocks = 0
+        for i in members.tolist():
+            needed = self._num_kernel_blocks(int(step.end[i]))
+            if batch and blocks + needed > self._grid.decode_blocks[-1]:
+                yield batch
+                batch, blocks = [], 0
+            batch.append(i)
+            blocks += needed
+        if batch:
+            yield batch
+
+    def _prefill_batches(self, step: StepRequests, members: np.ndarray) -> Iterator[list[int]]:
+        """Neighbours in scheduler order share a forward while they fit the grid together."""
+        batch: list[int] = []
+        longest = 0
+        for i in members.tolist():
+            query = int(step.num_scheduled[i])
+            if batch and not self._grid.fits_one_forward(len(batch) + 1, max(longest, query)):
+                yield batch
+                batch, longest = [], 0
+            batch.append(i)
+            longest = max(longest, query)
+        if batch:
+            yield batch
+
+    def _num_kernel_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._kernel_block)
+
+    def _kernel_ids(self, step: StepRequests, i: int) -> np.ndarray:
+        """Kernel block ids [n] int32 of the tokens that request ``i`` has after this step."""
+        num_kernel = self._num_kernel_blocks(int(step.end[i]))
+        blocks = step.block_ids[self._attention_group][i, : -(-num_kernel // self._per_block)]
+        return (blocks[:, None] * self._per_block + np.arange(self._per_block, dtype=np.int32)).reshape(-1)[:num_kernel]
+
+    # What a forward is given
+
+    def _prefill_inputs(self, step: StepRequests, members: list[int]) -> ModelInputs:
+        bucket = self._grid.prefill(
+            len(members), int(step.num_scheduled[members].max()), int(step.end[members].max())
+        )
+        return self._prefill_tensors(
+            bucket,
+            tuple(members),
+            [step.tokens[i] for i in members],
+            [int(step.num_computed[i]) for i in members],
+            [self._kernel_ids(step, i) for i in members],
+            [int(step.slots[i]) for i in members],
+        )
+
+    def _prefill_tensors(
+        self,
+        bucket: PrefillBucket,
+        members: tuple[int, ...],
+        tokens: Sequence[np.ndarray],
+        starts: Sequence[int],
+        kernel_ids: Sequence[np.ndarray],
+        slots: Sequence[int],
+    ) -> ModelInputs:
+        batch, query = bucket.batch, bucket.query
+        spare = self._pads.spare_block
+        ids = np.zeros((batch, query), np.int32)
+        positions = np.zeros((batch, query), np.int64)
+        mapping = np.broadcast_to(spare * self._kernel_block + np.arange(query) % self._kernel_block, (batch, query))
+        mapping = mapping.astype(np.int64)
+        table = np.full((batch, bucket.blocks), spare, np.int32)
+        start_of = np.zeros(batch, np.int32)
+        lengths = np.zeros(batch, np.int32)
+        for n, (token_ids, start, blocks) in enumerate(zip(tokens, starts, kernel_ids, strict=True)):
+            length = len(token_ids)
+            where = start + np.arange(length)
+            ids[n, :length] = token_ids
+            positions[n, :length] = where
+            mapping[n, :length] = blocks[where // self._kernel_block] * self._kernel_block + where % self._kernel_block
+            table[n, : len(blocks)] = blocks
+            start_of[n] = start
+            lengths[n] = length
+        read, write = self._state_rows(slots, batch)
+        last_row = np.arange(batch) * query + np.maximum(lengths, 1) - 1
+        attn = HPUAttentionMetadata(
+            batch=batch,
+            query=query,
+            row_tile=self._tiles.prefill,
+            slot_mapping=self._upload(mapping.reshape(-1), np.int64),
+            state_read=self._upload(read, np.int64),
+            state_write=self._upload(write, np.int64),
+            prefill=PrefillAttention(
+                block_table=self._upload(table, np.int32),
+                query_start=self._upload(start_of, np.int32),
+                lengths=self._upload(lengths, np.int32),
+            ),
+        )
+        return ModelInputs(
+            bucket=bucket,
+            members=members,
+            input_ids=self._upload(ids.reshape(-1), np.int32),
+            positions=self._positions(positions.reshape(-1)),
+            attn=attn,
+            logit_rows=self._upload(last_row, np.int64),
+        )
+
+    def _decode_inputs(self, step: StepRequests, members: list[int]) -> ModelInputs:
+        kernel_ids = [self._kernel_ids(step, i) for i in members]
+        bucket = self._grid.decode(len(members), sum(len(blocks) for blocks in kernel_ids))
+        slots = [int(step.slots[i]) for i in members]
+        return self._decode_tensors(
+            bucket,
+            tuple(members),
+            slots,
+            [int(step.num_computed[i]) for i in members],
+            kernel_ids,
+            slots,
+            slots,
+        )
+
+    def _decode_tensors(
+        self,
+        bucket: DecodeBucket,
+        members: tuple[int, ...],
+        slots: Sequence[int],
+        starts: Sequence[int],
+        kernel_ids: Sequence[np.ndarray],
+        token_slots: Sequence[int],
+        state_slots: Sequence[int],
+    ) -> ModelInputs:
+        batch = bucket.batch
+        spare = self._pads.spare_block
+        num = len(slots)
+        positions = np.zeros(bucket.rows, np.int64)
+        positions[:num] = starts
+        mapping = (spare * self._kernel_block + np.arange(batch) % self._kernel_block).astype(np.int64)
+        block_list = np.full(bucket.blocks, spare, np.int32)
+        # Pads of the list belong to the last row with no token in sight, behind that row's own blocks.
+        block_rows = np.full(bucket.blocks, batch - 1, np.int32)
+        block_lens = np.zeros(bucket.blocks, np.int32)
+        row_first = np.full(batch, bucket.blocks - 1, np.int32)
+        used = 0
+        for n, (start, blocks) in enumerate(zip(starts, kernel_ids, strict=True)):
+            mapping[n] = blocks[start // self._kernel_block] * self._kernel_block + start % self._kernel_block
+            end = used + len(blocks)
+            block_list[used:end] = blocks
+            block_rows[used:end] = n
+            block_lens[used:end] = self._kernel_block
+            block_lens[end - 1] = start % self._kernel_block + 1
+            row_first[n] = used
+            used = end
+        token_rows = np.full(bucket.rows, self._last_tokens.shape[0] - 1, np.int64)
+        token_rows[:num] = token_slots
+        read, write = self._state_rows(state_slots, batch)
+        attn = HPUAttentionMetadata(
+            batch=batch,
+            query=1,
+            row_tile=self._tiles.decode,
+            slot_mapping=self._upload(mapping, np.int64),
+            state_read=self._upload(read, np.int64),
+            state_write=self._upload(write, np.int64),
+            decode=DecodeAttention(
+                block_list=self._upload(block_list, np.int32),
+                block_rows=self._upload(block_rows, np.int32),
+                block_lens=self._upload(block_lens, np.int32),
+                row_first=self._upload(row_first, np.int32),
+            ),
+        )
+        return ModelInputs(
+            bucket=bucket,
+            members=members,
+            input_ids=self._last_tokens.index_select(0, self._upload(token_rows, np.int64)),
+            positions=self._positions(positions),
+            attn=attn,
+            logit_rows=self._upload(np.arange(batch), np.int64),
+        )
+
+    def _state_rows(self, slots: Sequence[int], batch: int) -> tuple[np.ndarray, np.ndarray]:
+        read = np.full(batch, self._pads.zero_row, np.int64)
+        write = np.full(batch, self._pads.trash_row, np.int64)
+        read[: len(slots)] = slots
+        write[: len(slots)] = slots
+        return read, write
+
+    def _positions(self, positions: np.ndarray) -> torch.Tensor:
+        uploaded = self._upload(positions, np.int64)
+        return uploaded if self._axes == 1 else uploaded.expand(self._axes, -1).contiguous()
+
+    def _upload(self, array: np.ndarray, dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(self._device, non_blocking=True)

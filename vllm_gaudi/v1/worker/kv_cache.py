@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors behind the cache: attention pages by position, live GDN state by layer and slot.
+
+Owns: allocation, binding to the layers, zeroing by writing, and what it all costs in bytes.
+Never: which rows a step zeroes or reads (``requests`` and the plan say so), or checkpoints.
+
+Ordering rule: zeroing comes before anything of the same step reads or writes the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_gaudi.v1.core.sched.block_size import attention_block_size, gdn_chunk_size, is_gdn_group
+
+NUM_RESERVED_ROWS = 2
+"""State rows after the slots: ZERO (never written, read by pads) and TRASH (never read, written by pads)."""
+
+MAX_KERNEL_BLOCK = 128
+"""Most tokens of a kernel block; Gaudi's only size."""
+
+
+def kernel_block_size(block_size: int) -> int:
+    """Tokens of a kernel block: the largest divisor of ``block_size`` that divides ``MAX_KERNEL_BLOCK``."""
+    return gdn_chunk_size(block_size) if block_size % MAX_KERNEL_BLOCK else MAX_KERNEL_BLOCK
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """The numbers of a KV cache config that the worker needs. Built once, before any tensor."""
+
+    num_blocks: int
+    block_size: int  # B, tokens
+    kernel_block: int  # tokens
+    attention_group: int
+    gdn_groups: tuple[int, ...]
+    attention_layers: tuple[str, ...]  # by position
+    gdn_layers: tuple[tuple[str, ...], ...]  # per GDN group, by position
+    page_bytes: int  # K and V of one block at one position
+
+    @property
+    def kernel_blocks_per_block(self) -> int:
+        return self.block_size // self.kernel_block
+
+    @property
+    def num_kernel_blocks(self) -> int:
+        return self.num_blocks * self.kernel_blocks_per_block
+
+    @property
+    def spare_block(self) -> int:
+        """Kernel block id of the pad block: the last one, which no block of the pool covers."""
+        return self.num_kernel_blocks
+
+    @property
+    def gdn_chunk(self) -> int:
+        """Tokens of a GDN chunk."""
+        return gdn_chunk_size(self.block_size)
+
+    @property
+    def num_groups(self) -> int:
+        return 1 + len(self.gdn_groups)
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.page_bytes * len(self.attention_layers)
+
+    @classmethod
+    def from_config(cls, kv_cache_config: Any) -> CacheGeometry:
+        """Read vLLM's ``KVCacheConfig``. Raises RuntimeError on groups that the plugin does not support."""
+        groups = kv_cache_config.kv_cache_groups
+        block_size = attention_block_size(kv_cache_config)
+        gdn = [g for g, group in enumerate(groups) if is_gdn_group(group)]
+        attention = next(g for g, group in enumerate(groups) if not is_gdn_group(group))
+        positions = len(groups[attention].layer_names)
+        for g in gdn:
+            if len(groups[g].layer_names) > positions:
+                raise RuntimeError(
+                    f"KV cache group {g} has {len(groups[g].layer_names)} GDN layers but the attention group has only "
+                    f"{positions}: their positions do not line up; use a model with at least one attention layer per "
+                    "GDN layer of a group"
+                )
+        spec = groups[attention].kv_cache_spec
+        return cls(
+            num_blocks=kv_cache_config.num_blocks,
+            block_size=block_size,
+            kernel_block=kernel_block_size(block_size),
+            attention_group=attention,
+            gdn_groups=tuple(gdn),
+            attention_layers=tuple(groups[attention].layer_names),
+            gdn_layers=tuple(tuple(groups[g].layer_names) for g in gdn),
+            page_bytes=spec.page_size_bytes,
+        )
+
+
+def state_bytes_per_row(gdn_specs: Sequence[Any]) -> int:
+    """Bytes of one request's live state over the GDN layers with these ``MambaSpec``s (unpadded)."""
+    return sum(
+        int(np.prod(shape)) * dtype.itemsize
+        for spec in gdn_specs
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+
+
+class KVCaches:
+    """One allocation per tensor: K and V for every position, conv and SSM state for every GDN layer.
+
+    k, v: [P] tensors [num_kernel_blocks + 1, kernel_block, kv_heads, head]; conv: [L] tensors [rows, kernel - 1,
+    conv_dim]; ssm: [L] tensors [rows, v heads, k dim, v dim], where rows = num_slots + NUM_RESERVED_ROWS.
+    """
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        kv_cache_config: Any,
+        layers: Mapping[str, torch.nn.Module],
+        num_slots: int,
+        device: torch.device,
+        poison: bool = False,
+    ):
+        """``poison``: fill with NaN what a step must have zeroed before it reads it (hybrid models only)."""
+        self.geometry = geometry
+        self.zero_row = num_slots
+        self.trash_row = num_slots + 1
+        rows = num_slots + NUM_RESERVED_ROWS
+        groups = kv_cache_config.kv_cache_groups
+        spec = groups[geometry.attention_group].kv_cache_spec
+        page_shape = (geometry.num_kernel_blocks + 1, geometry.kernel_block, spec.num_kv_heads, spec.head_size)
+        self.k = [torch.zeros(page_shape, dtype=spec.dtype, device=device) for _ in geometry.attention_layers]
+        self.v = [torch.zeros(page_shape, dtype=spec.dtype, device=device) for _ in geometry.attention_layers]
+        for name, k, v in zip(geometry.attention_layers, self.k, self.v, strict=True):
+            layers[name].kv_cache = (k, v)  # type: ignore[assignment]
+        self.conv: list[torch.Tensor] = []
+        self.ssm: list[torch.Tensor] = []
+        for group, names in zip(geometry.gdn_groups, geometry.gdn_layers, strict=True):
+            conv_dtype, ssm_dtype = groups[group].kv_cache_spec.dtypes
+            for name in names:
+                layer: Any = layers[name]
+                conv = torch.zeros(
+                    (rows, layer.conv_kernel_size - 1, layer.local_conv_dim), dtype=conv_dtype, device=device
+                )
+                ssm = torch.zeros(
+                    (rows, layer.num_local_v_heads, layer.head_k_dim, layer.head_v_dim), dtype=ssm_dtype, device=device
+                )
+                layer.bind_state(conv, ssm, geometry.gdn_chunk)
+                self.conv.append(conv)
+                self.ssm.append(ssm)
+        if poison and geometry.gdn_groups:
+            for tensor in (*self.k, *self.v, *self.conv, *self.ssm):
+                tensor.fill_(float("nan"))
+            self.zero_reserved()
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.conv, *self.ssm))
+
+    def zero_blocks(self, block_ids: np.ndarray) -> None:
+        """Write zeros over the K and V pages of blocks [Z] int32, at every position."""
+        if not len(block_ids):
+            return
+        per_block = self.geometry.kernel_blocks_per_block
+        kernel_ids = (block_ids[:, None] * per_block + np.arange(per_block, dtype=np.int32)).reshape(-1)
+        self._fill(self.k, kernel_ids)
+        self._fill(self.v, kernel_ids)
+
+    def zero_state_rows(self, rows: np.ndarray) -> None:
+        """Write zeros over state rows [n] int32 of every GDN layer."""
+        if len(rows) and self.conv:
+            self._fill(self.conv, rows)
+            self._fill(self.ssm, rows)
+
+    def zero_reserved(self) -> None:
+        """Write zeros over what pads read and write: the spare kernel block, the null block, ZERO and TRASH."""
+        self.zero_blocks(np.zeros(1, np.int32))
+        spare = np.array([self.geometry.spare_block], np.int32)
+        self._fill(self.k, spare)
+        self._fill(self.v, spare)
+        self.zero_state_rows(np.array([self.zero_row, self.trash_row], np.int32))
+
+    @staticmethod
+    def _fill(tensors: Sequence[torch.Tensor], rows: np.ndarray) -> None:
+        """Zero ``rows`` of each tensor; the count is padded to a power of two by repeating the last row."""
+        padded = np.full(1 << int(len(rows) - 1).bit_length(), rows[-1], dtype=np.int64)
+        padded[: len(rows)] = rows
+        index = torch.from_numpy(padded).to(tensors[0].device, non_blocking=True)
+        for tensor in tensors:
+            tensor.index_fill_(0, index, 0)

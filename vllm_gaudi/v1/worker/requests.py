@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The request table: what the worker knows of each request, and what one step does with it.
+
+Owns: tokens known to the host, block tables, counts and slots of every request; the frozen record of a step.
+Never: device tensors, sampling, or a decision about state (zero, restore, save).
+
+Ordering rule: release, then admit, then advance. A request that finished, was preempted, or is about to be resumed hands
+its slot back before anyone is admitted; resumed means admitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_gaudi.v1.worker.slots import SlotPool
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+@dataclass(eq=False)
+class RequestState:
+    """One request; ``tokens`` holds prompt and output as far as the host knows them."""
+
+    req_id: str
+    num_prompt: int
+    tokens: np.ndarray  # [capacity] int32
+    num_tokens: int  # tokens known to exist, sampled ones that have not reached the host included
+    sampling_params: Any
+    admission: int = 0  # number of this admission, never used twice; a sample of an earlier one is stale
+    num_computed: int = 0
+    slot: int | None = None
+    blocks: list[list[int]] = field(default_factory=list)  # per group, position-indexed
+    output: list[int] = field(default_factory=list)  # output token ids that have reached the host
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.tokens[: self.num_prompt].tolist()
+
+
+@dataclass(frozen=True)
+class StepRequests:
+    """One step, in scheduler order. R requests, G groups, M = blocks of the longest table."""
+
+    req_ids: tuple[str, ...]
+    slots: np.ndarray  # [R] int32
+    num_computed: np.ndarray  # [R] int32: tokens computed before this step
+    num_scheduled: np.ndarray  # [R] int32
+    is_prefill: np.ndarray  # [R] bool: runs in the chunk form
+    samples: np.ndarray  # [R] bool: reaches its last known token, so its next token is sampled
+    admitted: np.ndarray  # [R] bool: new or resumed in this step
+    admissions: tuple[int, ...]  # per request: number of the admission that this step belongs to
+    block_ids: tuple[np.ndarray, ...]  # per group [R, M] int32, position-indexed, 0 = null block
+    tokens: tuple[np.ndarray, ...]  # per request: the scheduled token ids [n] int32 (undefined for a decode row)
+    fresh_blocks: np.ndarray  # [Z] int32: attention blocks to zero
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.req_ids)
+
+    @property
+    def end(self) -> np.ndarray:
+        """[R] int32: tokens computed after this step."""
+        return self.num_computed + self.num_scheduled
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.req_ids
+
+
+class RequestTable:
+    """All requests that the scheduler has sent and not yet declared finished.
+
+    ``num_groups``: KV cache groups; ``max_model_len`` tokens.
+    """
+
+    def __init__(self, slots: SlotPool, num_groups: int, max_model_len: int):
+        self._slots = slots
+        self._num_groups = num_groups
+        self._max_model_len = max_model_len
+        self._requests: dict[str, RequestState] = {}
+        self._num_admissions = 0
+
+    def __getitem__(self, req_id: str) -> RequestState:
+        return self._requests[req_id]
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def apply(self, output: SchedulerOutput) -> StepRequests:
+        """Follow the scheduler by one step. Raises RuntimeError on what this engine was told never to schedule."""
+        cached = output.scheduled_cached_reqs
+        if output.kv_cache_block_copies:
+            raise RuntimeError("the scheduler asks for block copies (partial-block hits), which are refused at start")
+        if output.scheduled_spec_decode_tokens:
+            raise RuntimeError("the scheduler sends draft tokens, but speculative decoding is refused at start")
+        self._release(output.finished_req_ids, (output.preempted_req_ids or set()) | cached.resumed_req_ids)
+        admitted = self._admit(output)
+        self._advance(cached)
+        return self._step(output, admitted)
+
+    def append_sampled(self, req_id: str, admission: int, token: int) -> None:
+        """A sampled token has reached the host; dropped when the request ended or was admitted anew meanwhile."""
+        state = self._requests.get(req_id)
+        if state is None or state.admission != admission:
+            return
+        position = state.num_prompt + len(state.output)
+        state.tokens[position] = token
+        state.output.append(token)
+
+    def count_sampled(self, step: StepRequests) -> None:
+        """Each sampling row of ``step`` now has one more token, whether or not the host knows it yet."""
+        for req_id, samples in zip(step.req_ids, step.samples, strict=True):
+            if samples:
+                self._requests[req_id].num_tokens += 1
+
+    def _release(self, finished: set[str], idle: set[str]) -> None:
+        for req_id in sorted(finished | idle):
+            state = self._requests.get(req_id)
+            if state is not None and state.slot is not None:
+                self._slots.free(state.slot)
+                state.slot = None
+        for req_id in finished:
+            self._requests.pop(req_id, None)
+
+    def _admit(self, output: SchedulerOutput) -> set[str]:
+        cached = output.scheduled_cached_reqs
+        for new in output.scheduled_new_reqs:
+            if new.req_id in self._requests:
+                raise RuntimeError(f"request {new.req_id} is scheduled as new but still runs (a streaming session?)")
+            prompt = np.asarray(new.prompt_token_ids, dtype=np.int32)
+            tokens = np.zeros(min(self._max_model_len, len(prompt) + new.sampling_params.max_tokens) + 1, np.int32)
+            tokens[: len(prompt)] = prompt
+            self._requests[new.req_id] = RequestState(
+                req_id=new.req_id,
+                num_prompt=len(prompt),
+                tokens=tokens,
+                num_tokens=len(prompt),
+                sampling_params=new.sampling_params,
+                num_computed=new.num_computed_tokens,
+                blocks=[list(ids) for ids in new.block_ids],
+            )
+        for i, req_id in enumerate(cached.req_ids):
+            if req_id not in cached.resumed_req_ids:
+                continue
+            state = self._requests[req_id]
+            self._learn_output(state, cached.all_token_ids[req_id], cached.num_output_tokens[i])
+            state.num_computed = cached.num_computed_tokens[i]
+            state.blocks = [list(ids) for ids in cached.new_block_ids[i]]
+        admitted = {new.req_id for new in output.scheduled_new_reqs} | set(cached.resumed_req_ids)
+        for req_id in output.num_scheduled_tokens:
+            if req_id in admitted:
+                state = self._requests[req_id]
+                state.slot = self._slots.take()
+                self._num_admissions += 1
+                state.admission = self._num_admissions
+        return admitted
+
+    def _learn_output(self, state: RequestState, all_tokens: list[int], num_output: int) -> None:
+        """Take over the scheduler's tokens; only what it has settled is known to exist after a preemption."""
+        settled = min(len(all_tokens), state.num_prompt + num_output)
+        state.tokens[:settled] = all_tokens[:settled]
+        state.output[:] = all_tokens[state.num_prompt : settled]
+        state.num_tokens = settled
+
+    def _advance(self, cached: Any) -> None:
+        for i, req_id in enumerate(cached.req_ids):
+            if req_id in cached.resumed_req_ids:
+                continue
+            state = self._requests[req_id]
+            state.num_computed = cached.num_computed_tokens[i]
+            new_blocks = cached.new_block_ids[i]
+            if new_blocks is not None:
+                for known, ids in zip(state.blocks, new_blocks, strict=True):
+                    known.extend(ids)
+
+    def _step(self, output: SchedulerOutput, admitted: set[str]) -> StepRequests:
+        req_ids = tuple(output.num_scheduled_tokens)
+        states = [self._requests[req_id] for req_id in req_ids]
+        num_scheduled = np.fromiter(output.num_scheduled_tokens.values(), np.int32, len(states))
+        num_computed = np.fromiter((s.num_computed for s in states), np.int32, len(states))
+        num_prompt = np.fromiter((s.num_prompt for s in states), np.int32, len(states))
+        num_tokens = np.fromiter((s.num_tokens for s in states), np.int32, len(states))
+        is_admitted = np.fromiter((r in admitted for r in req_ids), bool, len(states))
+        # A prompt's last single token is a prefill: its state continues on the chunk grid, not by the recurrence.
+        is_decode = (num_scheduled == 1) & (num_computed >= num_prompt) & (num_computed + 1 == num_tokens)
+        return StepRequests(
+            req_ids=req_ids,
+            slots=np.fromiter((s.slot for s in states), np.int32, len(states)),
+            num_computed=num_computed,
+            num_scheduled=num_scheduled,
+            is_prefill=~is_decode | is_admitted,
+            samples=num_computed + num_scheduled >= num_tokens,
+            admitted=is_admitted,
+            admissions=tuple(s.admission for s in states),
+            block_ids=tuple(self._table(states, group) for group in range(self._num_groups)),
+            tokens=tuple(s.tokens[c : c + n] for s, c, n in zip(states, num_computed, num_scheduled, strict=True)),
+            fresh_blocks=np.asarray(output.new_block_ids_to_zero or (), dtype=np.int32),
+        )
+
+    @staticmethod
+    def _table(states: list[RequestState], group: int) -> np.ndarray:
+        width = max((len(s.blocks[group]) for s in states), default=0)
+        table = np.zeros((len(states), width), dtype=np.int32)
+        for row, state in enumerate(states):
+            table[row, : len(state.blocks[group])] = state.blocks[group]
+        return table

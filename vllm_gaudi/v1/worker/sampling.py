@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling: which requests sample in a step, with which parameters, and what came out.
+
+Owns: vLLM's ``InputBatch`` (sampling rows only: a request is in it exactly when it samples in this step), the sampler,
+the logits processors, seeded generators, prompt logprobs.
+Never: token rows of the model, slots, block tables.
+
+Ordering rule: tokens sampled in the step before have reached the host (``collect``) before this step's rows are updated,
+since penalties, bad words and the minimum of tokens look at a request's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingType
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.structured_output.utils import apply_grammar_bitmask
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+from vllm_gaudi.device import HostCopy
+from vllm_gaudi.v1.worker.requests import RequestState, RequestTable, StepRequests
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """What one step sampled; row i belongs to ``req_ids[i]``. The tensors may still be on their way to the host."""
+
+    req_ids: tuple[str, ...]
+    admissions: tuple[int, ...]
+    token_ids: HostCopy  # [n, 1] int32
+    logprobs: LogprobsTensors | None
+
+
+class SamplingState:
+    """``max_num_reqs`` sampling rows over a vocabulary of ``vocab_size`` tokens."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, max_num_reqs: int, max_model_len: int):
+        model_config = vllm_config.model_config
+        processors = model_config.logits_processors or ()
+        self._device = device
+        self._vocab_size = model_config.get_vocab_size()
+        self.sampler = Sampler(logprobs_mode=model_config.logprobs_mode)
+        self._wants_raw_logits = model_config.logprobs_mode in ("raw_logits", "processed_logits")
+        self._batch = InputBatch(
+            max_num_reqs=max_num_reqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=1,
+            device=device,
+            vocab_size=self._vocab_size,
+            block_sizes=[1],  # block tables are the request table's; vLLM's batch wants one of at least one block
+            kernel_block_sizes=[1],
+            max_num_blocks_per_req=[1],
+            logitsprocs=build_logitsprocs(vllm_config, device, False, False, processors),
+            logitsprocs_need_output_token_ids=bool(processors),
+            reasoning_config=vllm_config.reasoning_config,
+        )
+        self._states: dict[str, tuple[RequestState, CachedRequestState]] = {}
+        self._row_admission: dict[str, int] = {}
+        self._in_flight: SampledStep | None = None
+
+    def forget(self, req_ids: set[str]) -> None:
+        """These requests have ended; their rows go with the next ``sample``."""
+        for req_id in req_ids:
+            self._states.pop(req_id, None)
+
+    def collect(self, table: RequestTable) -> None:
+        """Wait for the tokens of the step before, if any, and append them to their requests."""
+        sampled, self._in_flight = self._in_flight, None
+        if sampled is None:
+            return
+        tokens = sampled.token_ids.get().reshape(-1).tolist()
+        for req_id, admission, token in zip(sampled.req_ids, sampled.admissions, tokens, strict=True):
+            table.append_sampled(req_id, admission, token)
+
+    def sample(
+        self,
+        step: StepRequests,
+        table: RequestTable,
+        logits: torch.Tensor,
+        logits_req_ids: Sequence[str],
+        scheduler_output: SchedulerOutput,
+        grammar_output: GrammarOutput | None,
+    ) -> tuple[SampledStep, torch.Tensor]:
+        """Sample one token for each request of ``logits_req_ids``, whose logits are the rows of ``logits`` [n, V].
+
+        Returns the step's record and the token ids [n] on the device, both in the record's row order. ``logits`` may be
+        mutated.
+        """
+        self._update_rows(step, table, logits_req_ids)
+        order = [self._batch.req_id_to_index[req_id] for req_id in logits_req_ids]
+        if order != list(range(len(order))):
+            rows = np.empty(len(order), np.int64)
+            rows[order] = np.arange(len(order))
+            logits = logits.index_select(0, torch.from_numpy(rows).to(self._device, non_blocking=True))
+        if grammar_output is not None:
+            apply_grammar_bitmask(scheduler_output, grammar_output, self._batch, logits)
+        out: SamplerOutput = self.sampler(logits=logits, sampling_metadata=self._batch.sampling_metadata)
+        req_ids = tuple(self._batch.req_ids)
+        sampled = SampledStep(
+            req_ids=req_ids,
+            admissions=tuple(self._row_admission[req_id] for req_id in req_ids),
+            token_ids=HostCopy(out.sampled_token_ids),
+            logprobs=None if out.logprobs_tensors is None else out.logprobs_tensors.to_cpu_nonblocking(),
+        )
+        self._in_flight = sampled
+        return sampled, out.sampled_token_ids.reshape(-1)
+
+    def _update_rows(self, step: StepRequests, table: RequestTable, req_ids: Sequence[str]) -> None:
+        """Make the batch hold exactly ``req_ids``; removals free rows that additions fill."""
+        admission_of = dict(zip(step.req_ids, step.admissions, strict=True))
+        wanted = {req_id: admission_of[req_id] for req_id in req_ids}
+        for req_id, admission in list(self._row_admission.items()):
+            if wanted.get(req_id) != admission:
+                self._batch.remove_request(req_id)
+                del self._row_admission[req_id]
+        for req_id, admission in wanted.items():
+            if req_id not in self._row_admission:
+                self._batch.add_request(self._state_of(table[req_id]))
+                self._row_admission[req_id] = admission
+        self._batch.condense()
+        self._batch.refresh_metadata()
+
+    def _state_of(self, request: RequestState) -> CachedRequestState:
+        """vLLM's view of the request; its output list is the request's own, so it grows by itself."""
+        known = self._states.get(request.req_id)
+        if known is not None and known[0] is request:
+            return known[1]
+        params = request.sampling_params
+        generator = None
+        if params.sampling_type == SamplingType.RANDOM_SEED:
+            generator = torch.Generator(device=self._device)
+            generator.manual_seed(params.seed)
+        state = CachedRequestState(
+            req_id=request.req_id,
+            prompt_token_ids=request.prompt,
+            mm_features=[],
+            sampling_params=params,
+            generator=generator,
+            block_ids=([],),
+            num_computed_tokens=0,
+            output_token_ids=request.output,
+        )
+        self._states[request.req_id] = (request, state)
+        return state
+
+    # Prompt logprobs
+
+    def num_prompt_logprobs(self, request: RequestState) -> int | None:
+        """How many logprobs the request wants at each prompt position, or None."""
+        wanted = request.sampling_params.prompt_logprobs
+        return self._vocab_size if wanted == -1 else wanted
+
+    def score_prompt(self, logits: torch.Tensor, targets: torch.Tensor, num_logprobs: int) -> LogprobsTensors:
+        """Logprobs of ``targets`` [n] (the prompt's next tokens) under ``logits`` [n, V], with the top ones."""
+        scores = logits.to(torch.float32) if self._wants_raw_logits else self.sampler.compute_logprobs(logits)
+        return self.sampler.gather_logprobs(scores, num_logprobs, targets)
+
+
+class PromptLogprobs:
+    """Prompt logprobs of requests whose prompt is not finished; a chunk's positions are filled in as it runs."""
+
+    def __init__(self) -> None:
+        self._partial: dict[str, tuple[Any, LogprobsTensors]] = {}
+
+    def fill(self, request: RequestState, start: int, chunk: LogprobsTensors, num_logprobs: int) -> None:
+        """Positions ``start`` .. of the request's prompt have these logprobs (``[n, num_logprobs + 1]``)."""
+        known = self._partial.get(request.req_id)
+        if known is None or known[0] is not request:
+            known = (request, LogprobsTensors.empty_cpu(request.num_prompt - 1, num_logprobs + 1))
+            self._partial[request.req_id] = known
+        where = slice(start, start + chunk.logprobs.shape[0])
+        whole = known[1]
+        whole.logprob_token_ids[where].copy_(chunk.logprob_token_ids)
+        whole.logprobs[where].copy_(chunk.logprobs)
+        whole.selected_token_ranks[where].copy_(chunk.selected_token_ranks)
+
+    def take(self, request: RequestState, num_logprobs: int) -> LogprobsTensors:
+        """The finished prompt's logprobs (no rows for a prompt of one token)."""
+        known = self._partial.pop(request.req_id, None)
+        if known is None or known[0] is not request:
+            return LogprobsTensors.empty_cpu(request.num_prompt - 1, num_logprobs + 1)
+        return known[1]
+
+    def forget(self, req_ids: set[str]) -> None:
+        for req_id in req_ids:
+            self._partial.pop(req_id, None)
