@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's schedulers with prefill chunks kept on the GDN chunk grid. Never torch, never the worker: another process.
 
-Owns: where a prefill chunk may end. The GDN chunk form gives the same bits for every split whose pieces end on multiples
-of the chunk C counted from token 0, and only for those (design: determinism).
+Owns: where a prefill chunk may end. The GDN chunk form gives the same bits for every split whose pieces end on
+multiples of the chunk C counted from token 0, and only for those (design: determinism).
 Never: the live ``cache_config.block_size``; B and C are read once from the KV cache config.
 
 Ordering rule: vLLM's own split runs first, ours only shortens its result.
@@ -33,8 +33,8 @@ def _check_split_signature() -> None:
     found = tuple(inspect.signature(Scheduler._mamba_block_aligned_split).parameters)
     if found != _SPLIT_PARAMETERS:
         raise ImportError(
-            f"vLLM's Scheduler._mamba_block_aligned_split takes {found}, the plugin is written for {_SPLIT_PARAMETERS}; "
-            "install vllm==0.30.0 or update vllm_gaudi"
+            f"vLLM's Scheduler._mamba_block_aligned_split takes {found}, the plugin is written for "
+            f"{_SPLIT_PARAMETERS}; install vllm==0.30.0 or update vllm_gaudi"
         )
 
 
