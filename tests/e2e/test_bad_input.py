@@ -78,7 +78,7 @@ def test_bad_prompt(opened, name):
 
 @pytest.mark.xfail(
     strict=True,
-    reason="fault of vLLM's bound (the tokenizer's size, not the largest id): the first id beyond the vocabulary reaches "
+    reason="fault of vLLM's bound (the tokenizer's size, not the largest id): the first id beyond the vocabulary gets to "
     "the worker and ends the engine with 'index out of range in self'",
 )
 def test_the_first_token_id_beyond_the_vocabulary(opened):

@@ -160,7 +160,7 @@ class TestExperts:
 
         monkeypatch.setattr(moe.UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda self, layer: None)
         method = object.__new__(moe.HPUUnquantizedFusedMoEMethod)
-        torch.nn.Module.__init__(method) if isinstance(method, torch.nn.Module) else None
+        torch.nn.Module.__init__(method)
         method.moe = SimpleNamespace(has_bias=False)
         return method
 
