@@ -71,13 +71,12 @@ class HpuPlatform(Platform):
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
-        cache = vllm_config.cache_config
-        if vllm_config.model_config.is_hybrid and cache.enable_prefix_caching:
-            cache.enable_prefix_caching = False
-            logger.info("Prefix caching is off: it is not supported on a GDN hybrid yet")
-        if cache.mamba_cache_mode == "align" and not cache.enable_prefix_caching:
-            cache.mamba_cache_mode = "none"
-            cache.mamba_block_size = vllm_config.model_config.max_model_len
+
+    @classmethod
+    def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
+        from vllm_gaudi.v1.core import gdn_checkpoint
+
+        gdn_checkpoint.register()
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:

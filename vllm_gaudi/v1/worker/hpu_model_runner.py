@@ -4,9 +4,11 @@
 Owns: the order of a step, which is its correctness argument:
 
     free before take        the request table hands slots back before it admits anyone
-    zero before read        fresh attention pages and admitted slots are overwritten with zeros before the forward
-    decode before admitted  an admitted request may hit a block that a decoding one fills in this step
-    forward before sample   logits come from rows that are final
+    zero before restore     a fresh attention page may have become a checkpoint's block within one scheduling pass
+    restore before read     the forward reads slots, never blocks
+    decode before admitted  an admitted request may hit an attention block that a decoding one fills in this step
+    forward before save     a checkpoint is the state after the step's last token
+    save before hand-on     the next step may give the block, or the hit on it, to another request
 
 Never: tensor arithmetic, a branch on the model's family, or padding.
 """
@@ -25,6 +27,10 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, L
 from vllm_gaudi import envs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS, BucketGrid, DecodeBucket, PrefillBucket
 from vllm_gaudi.models.linear import install_row_tiles
+from vllm_gaudi.v1.core.sched.block_size import check_groups
+from vllm_gaudi.v1.worker.gdn_checkpoint.layout import make_layout
+from vllm_gaudi.v1.worker.gdn_checkpoint.plan import plan_checkpoints
+from vllm_gaudi.v1.worker.gdn_checkpoint.store import GDNCheckpointStore, StateZeroer
 from vllm_gaudi.v1.worker.graphs import GraphRunner
 from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PadRows, RowTiles
 from vllm_gaudi.v1.worker.kv_cache import CacheGeometry, KVCaches
@@ -66,6 +72,8 @@ class HPUModelRunner:
         self.model: torch.nn.Module
         self.graphs: GraphRunner
         self.caches: KVCaches
+        self.store: StateZeroer
+        self.cached_groups: tuple[int, ...] = ()
         self.grid: BucketGrid
         self.slots: SlotPool
         self.requests: RequestTable
@@ -114,6 +122,7 @@ class HPUModelRunner:
             self.device,
             poison=envs.get("VLLM_GAUDI_POISON"),
         )
+        self._build_store(kv_cache_config)
         self.slots = SlotPool(self.max_num_seqs)
         self.requests = RequestTable(self.slots, geometry.num_groups, self.max_model_len)
         additional = self.vllm_config.additional_config
@@ -138,6 +147,26 @@ class HPUModelRunner:
             device=self.device,
         )
         self.sampling = SamplingState(self.vllm_config, self.device, self.max_num_seqs, self.max_model_len)
+
+    def _build_store(self, kv_cache_config: KVCacheConfig) -> None:
+        """A checkpoint store where GDN blocks are cached, plain zeroing elsewhere."""
+        caches, geometry = self.caches, self.caches.geometry
+        tensors = (caches.k, caches.v, caches.conv, caches.ssm)
+        self.cached_groups = geometry.gdn_groups if self.vllm_config.cache_config.enable_prefix_caching else ()
+        if not self.cached_groups:
+            self.store = StateZeroer(geometry.num_blocks, *tensors)
+            return
+        check_groups(kv_cache_config)
+        layout = make_layout(
+            state=caches.state_shape,
+            block_size=geometry.block_size,
+            num_blocks=geometry.num_blocks,
+            page_bytes=geometry.page_bytes,
+            group_ids=geometry.gdn_groups,
+            group_sizes=[len(names) for names in geometry.gdn_layers],
+            num_positions=len(geometry.attention_layers),
+        )
+        self.store = GDNCheckpointStore(layout, *tensors)
 
     @torch.inference_mode()
     def profile_run(self, bucket: PrefillBucket | DecodeBucket | None = None) -> None:
@@ -166,8 +195,8 @@ class HPUModelRunner:
             raise RuntimeError("execute_model is called again before sample_tokens")
         self._forget(scheduler_output.finished_req_ids)
         step = self.requests.apply(scheduler_output)
-        self.caches.zero_blocks(step.fresh_blocks)
-        self.caches.zero_state_rows(step.slots[step.admitted])
+        plan = plan_checkpoints(step, self.caches.geometry.block_size, self.cached_groups)
+        self.store.before_forward(plan)
         if step.is_empty:
             return EMPTY_MODEL_RUNNER_OUTPUT
         logits: list[torch.Tensor] = []
@@ -180,6 +209,7 @@ class HPUModelRunner:
             if sampling:
                 logits.append(self._logits_of(inputs, hidden, sampling))
                 req_ids += [step.req_ids[inputs.members[n]] for n in sampling]
+        self.store.after_forward(plan)
         self._pending = PendingStep(
             scheduler_output=scheduler_output,
             step=step,

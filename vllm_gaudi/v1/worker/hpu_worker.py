@@ -165,6 +165,8 @@ class HPUWorker(WorkerBase):
             self.model_config.max_model_len,
         )
 
+        logger.info("%s", self.model_runner.store.describe())
+
     def compile_or_warm_up_model(self) -> CompilationTimes:
         device.set_graph_defaults()
         start = time.perf_counter()
