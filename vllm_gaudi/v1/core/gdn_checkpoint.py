@@ -35,6 +35,15 @@ class GDNCheckpointManager(MambaManager):
     again in turn N + 1. An interval that the user sets, or None (dense), is followed as it is.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._published: list[Any] = []
+
+    def drain_published(self) -> list[Any]:
+        """Hashes of the boundaries published since the last call."""
+        published, self._published = self._published, []
+        return published
+
     def cache_blocks(
         self,
         request: Any,
@@ -44,12 +53,18 @@ class GDNCheckpointManager(MambaManager):
         replay_boundaries: Sequence[int],
     ) -> None:
         if retention_interval == 0:
-            first = max(cdiv(request.num_prompt_tokens, self.block_size), self.num_cached_block.get(request.request_id, 0))
+            cached = self.num_cached_block.get(request.request_id, 0)
+            first = max(cdiv(request.num_prompt_tokens, self.block_size), cached)
             decoded = range(first, num_tokens // self.block_size + 1)
             replay_boundaries = (*replay_boundaries, *(k * self.block_size for k in decoded))
+        before = self.num_cached_block.get(request.request_id, 0)
         super().cache_blocks(
             request, num_tokens, retention_interval=retention_interval, replay_boundaries=replay_boundaries
         )
+        blocks = self.req_to_blocks[request.request_id]
+        for i in range(before, self.num_cached_block.get(request.request_id, 0)):
+            if blocks[i].block_hash is not None:
+                self._published.append(request.block_hashes[i])
 
 
 def register() -> None:

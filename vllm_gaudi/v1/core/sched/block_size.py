@@ -59,3 +59,13 @@ def check_groups(kv_cache_config: Any) -> int:
                 "--speculative-config"
             )
     return block_size
+
+
+def checkpoint_bytes(kv_cache_config: Any) -> int:
+    """Bytes of one boundary's checkpoint on one rank: the unpadded state of every GDN layer."""
+    return sum(
+        len(group.layer_names) * math.prod(shape) * dtype.itemsize
+        for group in kv_cache_config.kv_cache_groups
+        if is_gdn_group(group)
+        for shape, dtype in zip(group.kv_cache_spec.shapes, group.kv_cache_spec.dtypes, strict=True)
+    )

@@ -12,12 +12,22 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_gaudi.v1.core.sched.block_size import attention_block_size, check_groups, gdn_chunk_size
+from vllm_gaudi.v1.core.gdn_checkpoint import GDNCheckpointManager
+from vllm_gaudi.v1.core.sched.block_size import (
+    attention_block_size,
+    check_groups,
+    checkpoint_bytes,
+    gdn_chunk_size,
+)
+from vllm_gaudi.v1.core.sched.cache_stats import CacheStats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = init_logger("vllm.vllm_gaudi.scheduler")
 
@@ -83,6 +93,72 @@ class GDNGridMixin:
             self.cache_config.block_size = block_size
             self.need_mamba_block_aligned_split = True
             self._say_budget(block_size if self._caches_gdn_blocks else self._gdn_chunk)
+        self._cache_stats: CacheStats | None = None
+        if self._caches_gdn_blocks:
+            config = self.kv_cache_config  # type: ignore[attr-defined]
+            self._cache_stats = CacheStats(
+                self.cache_config.block_size, checkpoint_bytes(config), memory=8 * config.num_blocks
+            )
+            # All GDN groups publish the same boundaries; the first one speaks for them.
+            managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
+            self._gdn_manager = next(m for m in managers if isinstance(m, GDNCheckpointManager))
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        if self._cache_stats is not None:
+            self._cache_stats.arrived(request.request_id)
+
+    def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        finished = super().finish_requests(request_ids, *args, **kwargs)  # type: ignore[misc]
+        if self._cache_stats is not None:
+            for request in finished:
+                self._cache_stats.left(request.request_id)
+        return finished
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """vLLM's step, then counted."""
+        if self._cache_stats is not None:
+            self._note_published(self._cache_stats)  # by the step before, when its tokens arrived
+            self._cache_stats.next_step()
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if self._cache_stats is not None:
+            self._count(self._cache_stats, output)
+            self._note_published(self._cache_stats)
+        return output
+
+    def _note_published(self, stats: CacheStats) -> None:
+        for block_hash in self._gdn_manager.drain_published():
+            stats.published(block_hash)
+
+    def _count(self, stats: CacheStats, output: SchedulerOutput) -> None:
+        for new in output.scheduled_new_reqs:
+            request = self.requests[new.req_id]  # type: ignore[attr-defined]
+            if request.skip_reading_prefix_cache:
+                stats.left(new.req_id)
+                continue
+            stats.admitted(
+                new.req_id,
+                request.num_prompt_tokens,
+                new.num_computed_tokens,
+                request.shared_prefix_boundary,
+                request.block_hashes,
+            )
+        cached = output.scheduled_cached_reqs
+        starts = [new.num_computed_tokens for new in output.scheduled_new_reqs]
+        starts += [c for r, c in zip(cached.req_ids, cached.num_computed_tokens, strict=True) if r in cached.resumed_req_ids]
+        for start in starts:
+            if start > 0:
+                stats.restored()
+        for req_id in output.num_scheduled_tokens:
+            if self.requests[req_id].num_computed_tokens % self.cache_config.block_size == 0:  # type: ignore[attr-defined]
+                stats.saved()
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's stats with our counts in them (``v1.metrics`` says why in this field)."""
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None and self._cache_stats is not None:
+            stats.waiting_lora_adapters.update(self._cache_stats.drain())
+        return stats
 
     def _say_budget(self, unit: int) -> None:
         """Tell the operator what the token budget costs. ``unit``: tokens that a prefill chunk is a multiple of."""
