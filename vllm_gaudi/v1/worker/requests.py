@@ -31,6 +31,7 @@ class RequestState:
     num_tokens: int  # tokens known to exist, sampled ones that have not reached the host included
     sampling_params: Any
     admission: int = 0  # number of this admission, never used twice; a sample of an earlier one is stale
+    has_sampled: bool = False  # in this admission, so that its last token stands on the device under its slot
     num_computed: int = 0
     slot: int | None = None
     blocks: list[list[int]] = field(default_factory=list)  # per group, position-indexed
@@ -118,7 +119,9 @@ class RequestTable:
         """Each sampling row of ``step`` now has one more token, whether or not the host knows it yet."""
         for req_id, samples in zip(step.req_ids, step.samples, strict=True):
             if samples:
-                self._requests[req_id].num_tokens += 1
+                state = self._requests[req_id]
+                state.num_tokens += 1
+                state.has_sampled = True
 
     def _release(self, finished: set[str], idle: set[str]) -> None:
         for req_id in sorted(finished | idle):
@@ -160,6 +163,7 @@ class RequestTable:
                 state.slot = self._slots.take()
                 self._num_admissions += 1
                 state.admission = self._num_admissions
+                state.has_sampled = False
         return admitted
 
     def _learn_output(self, state: RequestState, all_tokens: list[int], num_output: int) -> None:
@@ -188,14 +192,16 @@ class RequestTable:
         num_prompt = np.fromiter((s.num_prompt for s in states), np.int32, len(states))
         num_tokens = np.fromiter((s.num_tokens for s in states), np.int32, len(states))
         is_admitted = np.fromiter((r in admitted for r in req_ids), bool, len(states))
-        # A prompt's last single token is a prefill: its state continues on the chunk grid, not by the recurrence.
-        is_decode = (num_scheduled == 1) & (num_computed >= num_prompt) & (num_computed + 1 == num_tokens)
+        has_sampled = np.fromiter((s.has_sampled for s in states), bool, len(states))
+        # A single token is a decode only when it was sampled under this slot. A prompt's last token, or the last one that
+        # a resumed request replays, comes from the host and continues on the chunk grid.
+        is_decode = (num_scheduled == 1) & (num_computed >= num_prompt) & (num_computed + 1 == num_tokens) & has_sampled
         return StepRequests(
             req_ids=req_ids,
             slots=np.fromiter((s.slot for s in states), np.int32, len(states)),
             num_computed=num_computed,
             num_scheduled=num_scheduled,
-            is_prefill=~is_decode | is_admitted,
+            is_prefill=~is_decode,
             samples=num_computed + num_scheduled >= num_tokens,
             admitted=is_admitted,
             admissions=tuple(s.admission for s in states),
