@@ -37,6 +37,7 @@ INPUTS = (HOST_PINS, BUILD_PINS, TEST_PINS, ROOT / "setup.py", ROOT / "pyproject
 GAUDI_TORCH_PLUGIN = "habana-torch-plugin"
 HEARTBEAT_SECONDS = 30
 FAILURE_LINES = 40
+LINE_WIDTH = 200  # pip lists all versions of a package on one line
 
 
 class PhaseFailed(Exception):
@@ -208,7 +209,7 @@ def last_log_lines(log: Path = LOG, count: int = FAILURE_LINES) -> list[str]:
     if not log.is_file():
         return []
     lines = log.read_text(errors="replace").splitlines()
-    return [line for line in lines if not line.startswith("WARNING: Location")][-count:]
+    return [line[:LINE_WIDTH] for line in lines if not line.startswith("WARNING: Location")][-count:]
 
 
 def run_phases(todo: list[Phase]) -> bool:

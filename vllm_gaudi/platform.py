@@ -87,7 +87,9 @@ class HpuPlatform(Platform):
         return False
 
     @classmethod
-    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
         return ATTENTION_BACKEND
 
     @classmethod

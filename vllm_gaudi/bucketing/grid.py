@@ -82,9 +82,7 @@ class BucketGrid:
             values = chosen.pop(key, None)
             return tuple(default) if values is None else explicit(key, values, multiple, highest)
 
-        self.prefill_batches = ladder(
-            "prefill_batch_buckets", sorted({1, min(4, max_batch)}), 1, min(4, max_batch)
-        )
+        self.prefill_batches = ladder("prefill_batch_buckets", sorted({1, min(4, max_batch)}), 1, min(4, max_batch))
         self.prefill_queries = ladder(
             "prefill_query_buckets", doubling(query_multiple, top_query), query_multiple, top_query
         )
@@ -127,7 +125,9 @@ class BucketGrid:
             for batch in self.prefill_batches:
                 if not self.fits_one_forward(batch, query):
                     continue
-                found |= {PrefillBucket(batch, query, blocks) for blocks in self.prefill_blocks if blocks >= least_blocks}
+                found |= {
+                    PrefillBucket(batch, query, blocks) for blocks in self.prefill_blocks if blocks >= least_blocks
+                }
         return sorted(found, key=lambda bucket: (bucket.rows, bucket.blocks), reverse=True)
 
     def all_decode(self) -> list[DecodeBucket]:
@@ -136,7 +136,9 @@ class BucketGrid:
         found = set()
         for batch in self.decode_batches:
             smaller = [step for step in self.decode_batches if step < batch]
-            least = smallest_at_least(self.decode_blocks, min(smaller[-1] + 1 if smaller else 1, self.decode_blocks[-1]))
+            least = smallest_at_least(
+                self.decode_blocks, min(smaller[-1] + 1 if smaller else 1, self.decode_blocks[-1])
+            )
             most = smallest_at_least(self.decode_blocks, min(batch * row_blocks, self.decode_blocks[-1]))
             found |= {DecodeBucket(batch, blocks) for blocks in self.decode_blocks if least <= blocks <= most}
         return sorted(found, key=lambda bucket: (bucket.batch, bucket.blocks), reverse=True)

@@ -56,8 +56,10 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         mixed_ba, _ = self.in_proj_ba(hidden_states)
         mixed_qkv, z, b, a = self._unpack(mixed_qkvz, mixed_ba)
         rows = meta.num_rows
-        core = self._prefill(meta, mixed_qkv[:rows], b[:rows], a[:rows]) if meta.prefill is not None else self._decode(
-            meta, mixed_qkv[:rows], b[:rows], a[:rows]
+        core = (
+            self._prefill(meta, mixed_qkv[:rows], b[:rows], a[:rows])
+            if meta.prefill is not None
+            else self._decode(meta, mixed_qkv[:rows], b[:rows], a[:rows])
         )
         pads = hidden_states.shape[0] - rows
         if pads:

@@ -10,7 +10,7 @@ import pytest
 from tools import install
 
 ROOT = Path(__file__).resolve().parents[3]
-PIN = re.compile(r"[A-Za-z0-9-]+==\S+")
+PIN = re.compile(r'[A-Za-z0-9-]+==[\w.]+(; python_version [<>]=? "[\d.]+")?')
 
 
 def test_the_stamp_holds_until_an_input_changes(tmp_path):

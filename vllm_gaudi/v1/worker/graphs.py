@@ -43,9 +43,7 @@ class GraphRunner:
     def run(self, inputs: ModelInputs) -> torch.Tensor:
         """One forward: [rows, hidden]. Mutates the caches bound to the model's layers."""
         self._record(shape_of(inputs))
-        with set_forward_context(
-            inputs.attn, self._vllm_config, num_tokens=inputs.input_ids.shape[0], slot_mapping={}
-        ):
+        with set_forward_context(inputs.attn, self._vllm_config, num_tokens=inputs.input_ids.shape[0], slot_mapping={}):
             return self._model(
                 input_ids=inputs.input_ids,
                 positions=inputs.positions,

@@ -141,9 +141,7 @@ class InputBuilder:
     # What a forward is given
 
     def _prefill_inputs(self, step: StepRequests, members: list[int]) -> ModelInputs:
-        bucket = self._grid.prefill(
-            len(members), int(step.num_scheduled[members].max()), int(step.end[members].max())
-        )
+        bucket = self._grid.prefill(len(members), int(step.num_scheduled[members].max()), int(step.end[members].max()))
         return self._prefill_tensors(
             bucket,
             tuple(members),
