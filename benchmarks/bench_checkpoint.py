@@ -5,8 +5,8 @@
 
 Owns: the layer shapes of three target models and the table. Prints, per model and number of requests, the ratio of the
 memcpy's time to the store's (1.0: as fast as memcpy), median over the repeats with the smallest and largest; store and
-memcpy alternate. Fewer layers than the real models have, so that pages and slots fit a small machine; each layer is full
-size. Never asserts a time.
+memcpy alternate. Fewer layers than the real models have, so that pages and slots fit a small machine; each layer is
+full size. Never asserts a time.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def main() -> None:
         for requests in tqdm(REQUESTS, desc=model.name, unit="size", leave=False):
             rows += measure(store, requests, arguments.repeats, model.name)
         del store
-    print(f"{torch.get_num_threads()} thread(s), {arguments.layers} layers, median of {arguments.repeats} (lowest..highest)")
+    threads = torch.get_num_threads()
+    print(f"{threads} thread(s), {arguments.layers} layers, median of {arguments.repeats} (lowest..highest)")
     print("| model | direction | requests | MB | memcpy time / store time |")
     print("|---|---|---:|---:|---:|")
     for row in rows:

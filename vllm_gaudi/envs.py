@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of environment variables, and their only reader.
 
-Owns: names, defaults, parsers and the sentence that documents each variable. No other module reads ``os.environ``; none
-writes it, except ``set_default`` for the variables of Gaudi's bridge that must stand before the first graph is compiled.
+Owns: names, defaults, parsers and the sentence that documents each variable. No other module reads
+``os.environ``; none writes it, except ``set_default`` for variables that must stand before a graph is compiled.
 
 Ordering rule: a value is read when it is asked for, so a test may set a variable before the engine that shall see it.
 """

@@ -106,7 +106,9 @@ def test_hits_in_a_ragged_batch_equal_cold_solo_runs(
             new = prompt(2 * size + 3)  # a cold row among the hits
             results = serving.generate([*order, new])
             for text, result in zip(order, results, strict=False):
-                check_hit(result, reachable(text, size), references[texts.index(text)], f"{len(text)} tokens in a batch")
+                check_hit(
+                    result, reachable(text, size), references[texts.index(text)], f"{len(text)} tokens in a batch"
+                )
             assert results[-1].cached_tokens == 0 and same_bits(results[-1], cold(serving, new))
 
 

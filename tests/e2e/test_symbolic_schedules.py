@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random schedules on the real engine with a symbolic model: after every step, everything is where it claims to be.
 
-Each schedule adds requests with shared prefixes, steps, aborts, resets the cache and runs out of blocks. After each step
-every live slot must hold the state of exactly the tokens its request has computed, and every block that the pool would
-serve as a hit, GDN or attention, the state of the prefix that its hash claims, in every layer.
+Each schedule adds requests with shared prefixes, steps, aborts, resets the cache and runs out of blocks. After each
+step every live slot must hold the state of exactly the tokens its request has computed, and every block that the pool
+would serve as a hit, GDN or attention, the state of the prefix that its hash claims, in every layer.
 
 Hypothesis draws the schedules, the same in every run, and prints the smallest one that fails. Replay one configuration:
 ``make e2e PYTEST_ARGS="-k 'symbolic and async-priority-larger'"``.

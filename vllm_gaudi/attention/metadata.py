@@ -34,7 +34,7 @@ class DecodeAttention:
 
 @dataclass(frozen=True)
 class HPUAttentionMetadata:
-    """``rows`` token rows in the model, of which the first ``batch * query`` belong to sequences (the rest are pads)."""
+    """The first ``batch * query`` token rows of the model belong to sequences; the rest are pads."""
 
     batch: int
     query: int

@@ -2,12 +2,12 @@
 """How checkpoint bytes move: rows of int32 words, copied or zeroed in place by two custom ops.
 
 Owns: ``torch.ops.vllm_gaudi.copy_rows_`` and ``zero_rows_``, their CPU and HPU kernels, their fake implementation.
-Never: which rows (the plan says so), dtypes other than int32 (views are made once, by the store), compiled graphs: the
-ops are opaque to torch.compile and run eagerly between forwards.
+Never: which rows (the plan says so), dtypes other than int32 (views are made once, by the store), compiled graphs:
+the ops are opaque to torch.compile and run eagerly between forwards.
 
-int32 because a copy of words is exact for every dtype and NaN payload, which arithmetic on floats is not (x * 1 quiets a
-signalling NaN, x + 0 loses the sign of -0, 0 * NaN is NaN); and because Gaudi's compiler rejects writes through views
-that change the dtype.
+int32 because a copy of words is exact for every dtype and NaN payload, which arithmetic on floats is not (x * 1 quiets
+a signalling NaN, x + 0 loses the sign of -0, 0 * NaN is NaN); and because Gaudi's compiler rejects writes through
+views that change the dtype.
 
 Ordering rule: all pairs of one call act as one simultaneous copy; source and destination never share memory.
 """
@@ -46,7 +46,9 @@ def zero_rows_(dst: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
 
 def padded(rows: np.ndarray) -> np.ndarray:
     """[N] int32 -> [2^k] int32, N > 0: the last entry repeated, so that the number of shapes stays small."""
-    return np.concatenate([rows, np.repeat(rows[-1:], (1 << (len(rows) - 1).bit_length()) - len(rows))]).astype(np.int32)
+    return np.concatenate([rows, np.repeat(rows[-1:], (1 << (len(rows) - 1).bit_length()) - len(rows))]).astype(
+        np.int32
+    )
 
 
 def _check(

@@ -4,10 +4,10 @@
 Owns: ``SymbolicGraphs``, which stands where the runner has its graphs, and the checks of slots, pages and checkpoints.
 Never: scheduling, plans, stores, block tables: those are the ones under test.
 
-The state of a sequence after t tokens is a 64-bit rolling hash of (position, token). Every word of a layer's slot row is
-a function of hash, layer and word, so a copy of a wrong row, layer or part of a row is seen. K and V rows of a token hold
-the hash, the token and the position, so that what attention would read can be chained. The next token is a function of
-the hash: a prompt alone determines everything that must ever stand anywhere.
+The state of a sequence after t tokens is a 64-bit rolling hash of (position, token). Every word of a layer's slot row
+is a function of hash, layer and word, so a copy of a wrong row, layer or part of a row is seen. K and V rows of a token
+hold the hash, the token and the position, so that what attention would read can be chained. The next token is a
+function of the hash: a prompt alone determines everything that must ever stand anywhere.
 
 Ordering rule: ``check_*`` are called between engine steps, when every scheduled step has run.
 """
@@ -149,8 +149,8 @@ class SymbolicGraphs(GraphRunner):
                 wanted = self._pattern(states, self._offsets[layer][kind], words)
                 wrong = np.flatnonzero((found != wanted).any(axis=1))
                 assert not len(wrong), (
-                    f"block {blocks[wrong[0]]} of GDN group {group}, layer {layer}, {part.state} part in {part.half}: not "
-                    "the state of the prefix that its hash claims"
+                    f"block {blocks[wrong[0]]} of GDN group {group}, layer {layer}, {part.state} part in {part.half}: "
+                    "not the state of the prefix that its hash claims"
                 )
         self.num_checked += len(claims)
 

@@ -3,9 +3,9 @@
 
 Owns: the Prometheus metrics. Never: counting (``core.sched.cache_stats``).
 
-vLLM 0.30 gives a plugin's scheduler no field of its own in the stats that cross the process boundary. LoRA is refused by
-this plugin, so the counts travel in ``SchedulerStats.waiting_lora_adapters`` (name -> count), which vLLM reads only when
-LoRA is on. This goes when vLLM's stats get a field for plugins.
+vLLM 0.30 gives a plugin's scheduler no field of its own in the stats that cross the process boundary. LoRA is refused
+by this plugin, so the counts travel in ``SchedulerStats.waiting_lora_adapters`` (name -> count), which vLLM reads only
+when LoRA is on. This goes when vLLM's stats get a field for plugins.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 Owns: tokens known to the host, block tables, counts and slots of every request; the frozen record of a step.
 Never: device tensors, sampling, or a decision about state (zero, restore, save).
 
-Ordering rule: release, then admit, then advance. A request that finished, was preempted, or is about to be resumed hands
-its slot back before anyone is admitted; resumed means admitted.
+Ordering rule: release, then admit, then advance. A request that finished, was preempted, or is about to be resumed
+hands its slot back before anyone is admitted; resumed means admitted.
 """
 
 from __future__ import annotations
@@ -189,13 +189,12 @@ class RequestTable:
         states = [self._requests[req_id] for req_id in req_ids]
         num_scheduled = np.fromiter(output.num_scheduled_tokens.values(), np.int32, len(states))
         num_computed = np.fromiter((s.num_computed for s in states), np.int32, len(states))
-        num_prompt = np.fromiter((s.num_prompt for s in states), np.int32, len(states))
         num_tokens = np.fromiter((s.num_tokens for s in states), np.int32, len(states))
         is_admitted = np.fromiter((r in admitted for r in req_ids), bool, len(states))
         has_sampled = np.fromiter((s.has_sampled for s in states), bool, len(states))
-        # A single token is a decode only when it was sampled under this slot. A prompt's last token, or the last one that
-        # a resumed request replays, comes from the host and continues on the chunk grid.
-        is_decode = (num_scheduled == 1) & (num_computed >= num_prompt) & (num_computed + 1 == num_tokens) & has_sampled
+        # A single token is a decode only when it was sampled under this slot. A prompt's last token, or the last one
+        # that a resumed request replays, comes from the host and continues on the chunk grid.
+        is_decode = (num_scheduled == 1) & (num_computed + 1 == num_tokens) & has_sampled
         return StepRequests(
             req_ids=req_ids,
             slots=np.fromiter((s.slot for s in states), np.int32, len(states)),

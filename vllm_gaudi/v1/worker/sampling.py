@@ -5,8 +5,8 @@ Owns: vLLM's ``InputBatch`` (sampling rows only: a request is in it exactly when
 the logits processors, seeded generators, prompt logprobs.
 Never: token rows of the model, slots, block tables.
 
-Ordering rule: tokens sampled in the step before have reached the host (``collect``) before this step's rows are updated,
-since penalties, bad words and the minimum of tokens look at a request's output.
+Ordering rule: tokens sampled in the step before have reached the host (``collect``) before this step's rows are
+updated, since penalties, bad words and the minimum of tokens look at a request's output.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's schedulers with prefill chunks kept on the GDN chunk grid. Never torch, never the worker: another process.
 
-Owns: where a prefill chunk may end (the GDN chunk form gives the same bits for every split whose pieces end on multiples
-of the chunk C counted from token 0, and only for those), and that no hash outlives a step that was not run.
+Owns: where a prefill chunk may end (the GDN chunk form gives the same bits for every split whose pieces end on
+multiples of the chunk C counted from token 0, and only for those), and that no hash outlives a step that was not run.
 Never: the live ``cache_config.block_size``; B and C are read once from the KV cache config.
 
 Ordering rule: vLLM's own split runs first, ours only shortens its result.
@@ -44,8 +44,8 @@ def _check_split_signature() -> None:
     found = tuple(inspect.signature(Scheduler._mamba_block_aligned_split).parameters)
     if found != _SPLIT_PARAMETERS:
         raise ImportError(
-            f"vLLM's Scheduler._mamba_block_aligned_split takes {found}, the plugin is written for {_SPLIT_PARAMETERS}; "
-            "install vllm==0.30.0 or update vllm_gaudi"
+            f"vLLM's Scheduler._mamba_block_aligned_split takes {found}, the plugin is written for "
+            f"{_SPLIT_PARAMETERS}; install vllm==0.30.0 or update vllm_gaudi"
         )
 
 
@@ -145,12 +145,14 @@ class GDNGridMixin:
             )
         cached = output.scheduled_cached_reqs
         starts = [new.num_computed_tokens for new in output.scheduled_new_reqs]
-        starts += [c for r, c in zip(cached.req_ids, cached.num_computed_tokens, strict=True) if r in cached.resumed_req_ids]
+        rows = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        starts += [start for req_id, start in rows if req_id in cached.resumed_req_ids]
         for start in starts:
             if start > 0:
                 stats.restored()
         for req_id in output.num_scheduled_tokens:
-            if self.requests[req_id].num_computed_tokens % self.cache_config.block_size == 0:  # type: ignore[attr-defined]
+            request = self.requests[req_id]  # type: ignore[attr-defined]
+            if request.num_computed_tokens % self.cache_config.block_size == 0:
                 stats.saved()
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +180,7 @@ class GDNGridMixin:
         used = budget // unit * unit
         if used == 0:
             logger.warning(
-                "--max-num-batched-tokens %d is less than a block (%d tokens): each block takes several steps. Pass %d.",
+                "--max-num-batched-tokens %d is less than a block (%d tokens): a block takes several steps. Pass %d.",
                 budget,
                 unit,
                 unit,

@@ -136,8 +136,8 @@ def make_layout(
     for group, size in zip(group_ids, group_sizes, strict=True):
         if size > num_positions:
             raise RuntimeError(
-                f"KV cache group {group} has {size} GDN layers for {num_positions} attention layers: a layer would have "
-                "no page; pass --no-enable-prefix-caching"
+                f"KV cache group {group} has {size} GDN layers for {num_positions} attention layers: a layer would "
+                "have no page; pass --no-enable-prefix-caching"
             )
     page_words = _words("page half", page_bytes // 2)
     segments, whole = pack(state, page_words)

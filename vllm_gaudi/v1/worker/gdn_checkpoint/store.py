@@ -123,8 +123,8 @@ class GDNCheckpointStore(StateZeroer):
             f"GDN checkpoint store is active: {len(layout.group_ids)} GDN groups of "
             f"{'/'.join(str(len(p)) for p in layout.positions)} layers, B = {layout.block_size} tokens, "
             f"{'whole heads' if layout.whole_heads else 'SSM cut at the end of K'} "
-            f"(K half {fill['k']:.0f} % full, V half {fill['v']:.0f} %), {layout.checkpoint_bytes} bytes per checkpoint, "
-            f"{layout.blocks_per_boundary} blocks per cached boundary"
+            f"(K half {fill['k']:.0f} % full, V half {fill['v']:.0f} %), "
+            f"{layout.checkpoint_bytes} bytes per checkpoint, {layout.blocks_per_boundary} blocks per cached boundary"
         )
 
 
