@@ -12,24 +12,23 @@ Hypothesis draws the schedules, the same in every run, and prints the smallest o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 from vllm_gaudi.testing import faults, symbolic
-from vllm_gaudi.testing.engine import Engine, greedy
+from vllm_gaudi.testing.symbolic_engine import SymbolicEngine
 
 MAX_SEQS = 4
 NUM_BLOCKS = 44
 GEOMETRIES = {
     # B equal to the GDN chunk, two layers a group; B three times the chunk, one layer a group
-    "equal": {"model": "q35_dense", "block_size": 16, "budget": 48, "unit": 16},
-    "larger": {"model": "q35_moe", "block_size": 48, "budget": 80, "unit": 48},
+    "equal": {"model": "q35_dense", "block_size": 16, "budget": 48},
+    "larger": {"model": "q35_moe", "block_size": 48, "budget": 80},
 }
 SCHEDULES = 260  # per configuration; eight configurations
 
@@ -88,142 +87,39 @@ ACTIONS = st.one_of(
 )
 
 
-@dataclass
-class Live:
-    prompt: list[int]
-    wanted: int
-    request: Any = None  # the scheduler's own record, kept beyond its end for its block hashes
-    end: int = 0
-    states: list[int] = field(default_factory=list)
+def play(bench: SymbolicEngine, unit: int, actions: list[Any], texts: list[list[int]]) -> None:
+    done: list[tuple[list[int], list[int]]] = []
+    names: list[str] = []
+    for action in actions:
+        if isinstance(action, Add):
+            prompt = texts[action.text][: action.cut * unit // 8]
+            prompt = prompt + [100 + (action.tail * 7 + i) % 300 for i in range(action.tail)]
+            names += [bench.add(prompt, action.answer, action.priority) for _ in range(action.copies)]
+        elif isinstance(action, Continue) and done:
+            prompt, answer = done[action.which % len(done)]
+            prompt = (prompt + answer)[: 6 * unit] + [200 + i for i in range(action.tail)]
+            names.append(bench.add(prompt, action.answer))
+        elif isinstance(action, Step):
+            for _ in range(action.times):
+                _collect(bench, bench.step(), done)
+        elif isinstance(action, Abort) and names:
+            name = names[action.which % len(names)]
+            if name in bench.engine._results and bench.engine._results[name].finish_reason is None:
+                bench.engine.abort(name)
+                bench.engine.take(name)
+        elif isinstance(action, Reset):
+            bench.engine.vllm_engine.reset_prefix_cache(reset_running_requests=action.running)
+    while bench.engine.vllm_engine.has_unfinished_requests():
+        _collect(bench, bench.step(), done)
+    bench.settle()
 
-    def state(self, num_tokens: int) -> int:
-        if not self.states:
-            whole = self.prompt + symbolic.answer(self.prompt, self.wanted + 2)
-            self.states = symbolic.hashes_of(whole)
-        return self.states[num_tokens]
 
-    def tokens(self, num_tokens: int) -> list[int]:
-        return (self.prompt + symbolic.answer(self.prompt, self.wanted + 2))[:num_tokens]
-
-
-class Bench:
-    """An engine with the symbolic model, and what must hold in it."""
-
-    def __init__(self, checkpoint: Path, geometry: dict[str, Any], is_async: bool, policy: str):
-        self.unit = geometry["unit"]
-        self.engine = Engine(
-            checkpoint,
-            block_size=geometry["block_size"],
-            max_num_batched_tokens=geometry["budget"],
-            max_num_seqs=MAX_SEQS,
-            max_model_len=8 * self.unit,
-            num_gpu_blocks_override=NUM_BLOCKS,
-            async_scheduling=is_async,
-            scheduling_policy=policy,
-            enable_prefix_caching=True,
-        )
-        self.graphs = symbolic.SymbolicGraphs.install(self.engine.runner)
-        self.pool = self.engine.scheduler.kv_cache_manager.block_pool
-        self.live: dict[str, Live] = {}
-        self.claims: dict[Any, int] = {}
-        self.num_restores = 0
-        apply = self.engine.runner.requests.apply
-
-        def applied(output: Any) -> Any:
-            step = apply(output)
-            for req_id, end, start, admitted in zip(
-                step.req_ids, step.end, step.num_computed, step.admitted, strict=True
-            ):
-                self.live[self._name(req_id)].end = int(end)
-                self.num_restores += bool(admitted and start)
-            return step
-
-        self.engine.runner.requests.apply = applied
-
-    @staticmethod
-    def _name(internal: str) -> str:
-        return internal.split("-", 1)[0]
-
-    def add(self, prompt: list[int], wanted: int, priority: int = 0) -> str:
-        name = self.engine.add(prompt, greedy(wanted), priority=priority)
-        self.live[name] = Live(prompt, wanted)
-        for internal, request in self.engine.scheduler.requests.items():
-            if self._name(internal) == name:
-                self.live[name].request = request
-        return name
-
-    def step(self) -> list[str]:
-        finished = self.engine.step()
-        self.check()
-        return finished
-
-    def check(self) -> None:
-        runner = self.engine.runner
-        taken = 0
-        for internal, state in runner.requests._requests.items():
-            if state.slot is not None:
-                taken += 1
-                live = self.live[self._name(internal)]
-                self.graphs.check_slot(state.slot, live.tokens(live.end))
-        assert runner.slots.num_taken == taken <= MAX_SEQS
-        block_size = self.engine.block_size
-        for live in self.live.values():
-            for i, block_hash in enumerate(live.request.block_hashes):
-                self.claims.setdefault(block_hash, live.state((i + 1) * block_size))
-        geometry = runner.caches.geometry
-        by_group: dict[int, dict[int, int]] = {g: {} for g in range(geometry.num_groups)}
-        for key, cached in self.pool.cached_block_hash_to_block._cache.items():
-            for block in cached.values() if isinstance(cached, dict) else [cached]:
-                by_group[get_group_id(key)][block.block_id] = self.claims[get_block_hash(key)]
-        for n, group in enumerate(geometry.gdn_groups):
-            self.graphs.check_checkpoints(runner.store, n, by_group[group])
-        self.graphs.check_attention_blocks(block_size, by_group[geometry.attention_group])
-
-    def play(self, actions: list[Any], texts: list[list[int]]) -> None:
-        done: list[tuple[list[int], list[int]]] = []
-        names: list[str] = []
-        for action in actions:
-            if isinstance(action, Add):
-                prompt = texts[action.text][: action.cut * self.unit // 8]
-                prompt = prompt + [100 + (action.tail * 7 + i) % 300 for i in range(action.tail)]
-                names += [self.add(prompt, action.answer, action.priority) for _ in range(action.copies)]
-            elif isinstance(action, Continue) and done:
-                prompt, answer = done[action.which % len(done)]
-                prompt = (prompt + answer)[: 6 * self.unit] + [200 + i for i in range(action.tail)]
-                names.append(self.add(prompt, action.answer))
-            elif isinstance(action, Step):
-                for _ in range(action.times):
-                    self._collect(self.step(), done)
-            elif isinstance(action, Abort) and names:
-                name = names[action.which % len(names)]
-                if name in self.engine._results and self.engine._results[name].finish_reason is None:
-                    self.engine.abort(name)
-                    self.engine.take(name)
-            elif isinstance(action, Reset):
-                self.engine.vllm_engine.reset_prefix_cache(reset_running_requests=action.running)
-        while self.engine.vllm_engine.has_unfinished_requests():
-            self._collect(self.step(), done)
-        self._settle()
-
-    def _collect(self, finished: list[str], done: list[tuple[list[int], list[int]]]) -> None:
-        for name in finished:
-            result = self.engine.take(name)
-            live = self.live[name]
-            assert result.tokens == symbolic.answer(live.prompt, live.wanted)
-            done.append((live.prompt, result.tokens))
-
-    def _settle(self) -> None:
-        """One more request lets the worker see who has ended; then everything must be back."""
-        name = self.add([11, 12, 13], 1)
-        while self.engine._results[name].finish_reason is None:
-            self.step()
-        self.engine.take(name)
-        assert self.engine.runner.slots.num_taken <= 1
-        assert self.pool.get_num_free_blocks() == NUM_BLOCKS - 1  # all but the null block
-        self.live = {name: self.live[name]}
-        self.claims = {
-            get_block_hash(key): self.claims[get_block_hash(key)] for key in self.pool.cached_block_hash_to_block._cache
-        }
+def _collect(bench: SymbolicEngine, finished: list[str], done: list[tuple[list[int], list[int]]]) -> None:
+    for name in finished:
+        result = bench.engine.take(name)
+        live = bench.live[name]
+        assert result.tokens == symbolic.answer(live.prompt, live.wanted)
+        done.append((live.prompt, result.tokens))
 
 
 CONFIGURATIONS = [
@@ -240,13 +136,25 @@ def texts() -> list[list[int]]:
 
 
 @pytest.fixture
-def make_bench(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Bench]]:
-    opened: list[Bench] = []
+def make_bench(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., SymbolicEngine]]:
+    opened: list[SymbolicEngine] = []
 
-    def make(is_async: bool, policy: str, geometry: str) -> Bench:
+    def make(is_async: bool, policy: str, geometry: str) -> SymbolicEngine:
         for bench in opened:
             bench.engine.close()
-        opened[:] = [Bench(checkpoint(GEOMETRIES[geometry]["model"]), GEOMETRIES[geometry], is_async, policy)]
+        shape = GEOMETRIES[geometry]
+        opened[:] = [
+            SymbolicEngine(
+                checkpoint(shape["model"]),
+                block_size=shape["block_size"],
+                max_num_batched_tokens=shape["budget"],
+                max_num_seqs=MAX_SEQS,
+                max_model_len=8 * shape["block_size"],
+                num_gpu_blocks_override=NUM_BLOCKS,
+                async_scheduling=is_async,
+                scheduling_policy=policy,
+            )
+        ]
         return opened[0]
 
     yield make
@@ -256,7 +164,7 @@ def make_bench(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Bench]
 
 @pytest.mark.parametrize(("is_async", "policy", "geometry"), CONFIGURATIONS)
 def test_symbolic_schedules_keep_every_slot_and_checkpoint_right(
-    is_async: bool, policy: str, geometry: str, make_bench: Callable[..., Bench], texts: list[list[int]]
+    is_async: bool, policy: str, geometry: str, make_bench: Callable[..., SymbolicEngine], texts: list[list[int]]
 ) -> None:
     bench = make_bench(is_async, policy, geometry)
     broken = False
@@ -276,7 +184,7 @@ def test_symbolic_schedules_keep_every_slot_and_checkpoint_right(
             bench = make_bench(is_async, policy, geometry)
             broken = False
         try:
-            bench.play(actions, texts)
+            play(bench, GEOMETRIES[geometry]["block_size"], actions, texts)
         except BaseException:
             broken = True
             raise
@@ -287,11 +195,11 @@ def test_symbolic_schedules_keep_every_slot_and_checkpoint_right(
 
 @pytest.mark.parametrize("fault", sorted(faults.FAULTS))
 def test_every_fault_turns_the_symbolic_gate_red(
-    fault: str, make_bench: Callable[..., Bench], texts: list[list[int]]
+    fault: str, make_bench: Callable[..., SymbolicEngine], texts: list[list[int]]
 ) -> None:
     bench = make_bench(False, "fcfs", "equal")
     faults.put_in(bench.engine.runner, fault)
     actions = [Add(0, 20, 5, 20, 0, 1), Step(6), Add(0, 20, 9, 4, 0, 1), Step(4), Add(0, 20, 5, 4, 0, 2), Step(9)]
     with pytest.raises(AssertionError):
         for _ in range(3):
-            bench.play(list(actions), texts)
+            play(bench, GEOMETRIES["equal"]["block_size"], list(actions), texts)
