@@ -84,11 +84,11 @@ def paged_prefill_attention(
     running: list[_Softmax | None] = [None] * num_tiles
     for start in range(0, table_tokens, tile_tokens):
         position = torch.arange(start, start + tile_tokens, dtype=torch.int32, device=q.device)
+        # A position behind the table reads its last row; only a pad query sees that far.
         slots = _slots(block_table, position.clamp(max=table_tokens - 1), kernel_block)
         key, value = _gather_slots(k_cache, slots), _gather_slots(v_cache, slots)
         for tile in range(num_tiles):
-            hidden = (position > sees[tile]) | (position >= table_tokens)
-            scores = torch.bmm(query[tile], key.transpose(1, 2)).masked_fill_(hidden, _NEVER)
+            scores = torch.bmm(query[tile], key.transpose(1, 2)).masked_fill_(position > sees[tile], _NEVER)
             piece = _piece(scores, value)
             so_far = running[tile]
             # Position 0 is visible to every query, so the first tile always leaves a finite maximum.

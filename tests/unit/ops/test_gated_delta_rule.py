@@ -228,13 +228,25 @@ def test_a_ragged_batch_changes_no_bit(threads, tokens, chunk, k_heads, v_heads,
     assert torch.equal(state[2], args[5][2])
 
 
-def test_a_finished_sequence_keeps_every_bit_of_its_state():
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_finished_sequence_keeps_every_bit_of_its_state(variant):
     """Also the sign of zero and values that a product with exp(0) or a sum with 0 would touch."""
     q, k, v, g, beta, state = delta_rule_inputs(1, 40, 1, 1, 8, 8)
     state[0, 0, 0] = torch.tensor([-0.0, 0.0, NAN, float("inf"), -float("inf"), 1e-45, -1e-45, 3.4e38])
-    out, final = reference.chunk_gated_delta_rule(q, k, v, g, beta, state, lengths_of(0), chunk_size=16)
-    assert torch.equal(final.view(torch.int32), state.view(torch.int32))
+    out, final, chunk_states = resolve("chunk_gated_delta_rule", variant)(
+        q, k, v, g, beta, state, lengths_of(0), chunk_size=16, return_chunk_states=True
+    )
+    for kept in (final, *chunk_states.unbind(1)):
+        assert torch.equal(kept.view(torch.int32), state.view(torch.int32))
     assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_no_tokens_at_all_copy_the_state():
+    args = delta_rule_inputs(2, 0, 1, 1, 8, 8)
+    out, final, chunk_states = whole(args, 16, return_chunk_states=True)
+    assert (out.shape, chunk_states.shape) == ((2, 0, 1, 8), (2, 0, 1, 8, 8))
+    assert torch.equal(final, args[5])
+    assert final.data_ptr() != args[5].data_ptr()
 
 
 def test_one_token_form_is_independent_of_its_batch(threads):

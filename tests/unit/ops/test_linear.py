@@ -11,8 +11,11 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 @dtypes
-@pytest.mark.parametrize("tile", [16, 64])
-@pytest.mark.parametrize(("width", "outputs"), [(100, 50), (256, 1000), (768, 129)])
+@pytest.mark.parametrize(
+    ("threads", "tile", "width", "outputs"),
+    [(1, 16, 100, 50), (1, 64, 256, 1000), (1, 16, 768, 129), (1, 64, 768, 129), (2, 16, 768, 129)],
+    indirect=["threads"],
+)
 def test_bits_do_not_depend_on_the_number_or_place_of_rows(threads, dtype, tile, width, outputs):
     x, weight, bias = torch.randn(150, width), torch.randn(outputs, width), torch.randn(outputs)
     x, weight, bias = (t.to(dtype) for t in (x, weight, bias))

@@ -48,7 +48,11 @@ def test_experts_are_their_weighted_sum(num_experts, top_k, hidden, inner, dtype
     assert error(out, want) < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
-@shapes
+@pytest.mark.parametrize(
+    ("threads", "num_experts", "top_k", "hidden", "inner"),
+    [(1, *shape) for shape in SHAPES] + [(2, 4, 2, 16, 8)],
+    indirect=["threads"],
+)
 @dtypes
 def test_bits_do_not_depend_on_the_other_rows(threads, num_experts, top_k, hidden, inner, dtype):
     x, (w13, w2) = torch.randn(70, hidden).to(dtype), weights_of(num_experts, hidden, inner, dtype)

@@ -184,6 +184,20 @@ def test_decode_rows_without_blocks_are_zero_and_pads_disturb_nobody(variant, pa
         torch.testing.assert_close(out[[0, 2, 3]], want)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decode_skips_empty_entries_inside_a_row(variant):
+    pages = Pages(16, 1, 8, [40], rest=NAN)
+    blocks, rows, lens, first = pages.flat([0])
+    spare, empty = torch.tensor([SPARE], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    q = torch.randn(1, 2, 8)
+    decode = resolve("paged_decode_attention", variant)
+    want = decode(q, pages.k_cache, pages.v_cache, blocks, rows, lens, first, SCALE)
+    for at in (0, 1, 3):
+        gap = [torch.cat((x[:at], y, x[at:])) for x, y in ((blocks, spare), (rows, empty), (lens, empty))]
+        out = decode(q, pages.k_cache, pages.v_cache, *gap, first, SCALE)
+        torch.testing.assert_close(out, want)
+
+
 def test_decode_with_nothing_but_pads_is_zero():
     pages = Pages(16, 1, 8, [], rest=NAN)
     for variant in VARIANTS:

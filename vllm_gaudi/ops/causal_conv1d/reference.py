@@ -11,7 +11,7 @@ import torch
 
 from vllm_gaudi.ops.pointwise import silu
 
-SEGMENT_TOKENS = 512  # float32 temporaries of this many tokens stay in cache; elementwise, so it changes no bit
+SEGMENT_ELEMENTS = 2**17  # float32 temporaries of this size stay in cache; all is elementwise, so no bit changes
 
 
 def causal_conv1d_prefill(
@@ -39,8 +39,9 @@ def causal_conv1d_prefill(
     inputs = torch.cat((tail, x), dim=1)  # row history + t is token t
 
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for start in range(0, num_tokens, SEGMENT_TOKENS):
-        stop = min(start + SEGMENT_TOKENS, num_tokens)
+    segment = max(1, SEGMENT_ELEMENTS // (batch * channels))
+    for start in range(0, num_tokens, segment):
+        stop = min(start + segment, num_tokens)
         y[:, start:stop] = _taps([inputs[:, start + j : stop + j] for j in range(history + 1)], weight, bias)
     dead = torch.arange(num_tokens, dtype=lengths.dtype, device=lengths.device) >= lengths[:, None]
     y.masked_fill_(dead[:, :, None], 0.0)
