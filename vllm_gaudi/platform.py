@@ -163,6 +163,8 @@ _used_memory = device.used_memory
 
 def _facts(config: VllmConfig) -> capabilities.Facts:
     """Plain values of a vLLM config, for the refusal table."""
+    import vllm.envs as vllm_envs
+
     from vllm_gaudi.attention.backend import block_size_granule
 
     model, cache, parallel, scheduler = (
@@ -184,6 +186,7 @@ def _facts(config: VllmConfig) -> capabilities.Facts:
         uses_mla=model.use_mla,
         sliding_window=model.get_sliding_window(),
         takes_multimodal_inputs=multimodal is not None and not multimodal.language_model_only,
+        encoder_only=multimodal is not None and multimodal.mm_encoder_only,
         prompt_embeds=model.enable_prompt_embeds,
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization,
@@ -208,6 +211,14 @@ def _facts(config: VllmConfig) -> capabilities.Facts:
         routed_experts_returned=model.enable_return_routed_experts,
         sampling_mask_returned=model.return_sampling_mask,
         watermark=config.watermark_config is not None,
+        diffusion=config.diffusion_config is not None,
+        profiler=config.profiler_config.profiler is not None,
+        batch_invariant=bool(vllm_envs.VLLM_BATCH_INVARIANT),
+        attention_backend=None if config.attention_config.backend is None else config.attention_config.backend.name,
+        gdn_prefill_backend=additional.get("gdn_prefill_backend"),
+        mamba_backend=config.mamba_config.backend.name.lower(),
+        mamba_cache_dtype=cache.mamba_cache_dtype,
+        stochastic_rounding=config.mamba_config.enable_stochastic_rounding,
         replayssm=cache.use_replayssm,
         kv_sharing_fast_prefill=cache.kv_sharing_fast_prefill,
         chunked_prefill=scheduler.enable_chunked_prefill,
@@ -224,5 +235,5 @@ def _facts(config: VllmConfig) -> capabilities.Facts:
         contiguous_pa=bool(envs.get("VLLM_CONTIGUOUS_PA")),
         defragmenter=bool(envs.get("VLLM_DEFRAG")),
         lazy_mode=envs.get("PT_HPU_LAZY_MODE"),
-        unknown_additional_keys=tuple(sorted(set(additional) - set(CONFIG_KEYS))),
+        unknown_additional_keys=tuple(sorted(set(additional) - {*CONFIG_KEYS, "gdn_prefill_backend"})),
     )

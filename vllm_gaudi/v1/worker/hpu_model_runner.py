@@ -271,9 +271,10 @@ class HPUModelRunner:
             last = min(end, request.num_prompt - 1)  # the last position that has a next prompt token
             if last > start:
                 first_row = n * inputs.attn.query
-                rows = torch.arange(first_row, first_row + last - start, device=self.device)
+                rows = torch.arange(first_row, first_row + inputs.attn.query, device=self.device)
                 targets = torch.from_numpy(request.tokens[start + 1 : last + 1].astype(np.int64)).to(self.device)
-                chunk = self.sampling.score_prompt(self.graphs.logits(hidden, rows), targets, num_logprobs)
+                logits = self.graphs.logits(hidden, rows)[: last - start]
+                chunk = self.sampling.score_prompt(logits, targets, num_logprobs)
                 self.prompt_logprobs.fill(request, start, chunk, num_logprobs)
             if end >= request.num_prompt:
                 finished[request.req_id] = self.prompt_logprobs.take(request, num_logprobs)
