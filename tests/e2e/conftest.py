@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,8 @@ def checkpoint() -> Callable[..., Path]:
     """``checkpoint(name, dtype)``: the directory of a tiny checkpoint, made on first use."""
     from vllm_gaudi.testing import checkpoints
 
+    gc.freeze()  # every engine collects garbage some times, and all that vLLM and torch imported is none
+
     def build(name: str, dtype: str = "float32") -> Path:
         return checkpoints.build(name, dtype, CACHE)
 
@@ -38,3 +42,55 @@ def prompt() -> Callable[[int], list[int]]:
         return [source.randrange(10, 500) for _ in range(length)]
 
     return draw
+
+
+@pytest.fixture
+def schedule_of() -> Callable[[Any], list[dict[str, int]]]:
+    """``schedule_of(engine)``: a list that grows by one entry per step with work: tokens scheduled per request id."""
+
+    def watch(opened: Any) -> list[dict[str, int]]:
+        steps: list[dict[str, int]] = []
+        schedule = opened.scheduler.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            if output.num_scheduled_tokens:
+                steps.append(dict(output.num_scheduled_tokens))
+            return output
+
+        opened.scheduler.schedule = watched
+        return steps
+
+    return watch
+
+
+class Shelf:
+    """Holds one engine open at a time: the same flags give the same engine, other flags close it and start another."""
+
+    def __init__(self, checkpoint: Callable[..., Path]):
+        self._checkpoint = checkpoint
+        self._key = ""
+        self._engine: Any = None
+
+    def __call__(self, name: str, **flags: Any) -> Any:
+        from vllm_gaudi.testing.engine import Engine
+
+        key = repr((name, sorted(flags.items())))
+        if key != self._key or self._engine is None or self._engine.scheduler.has_unfinished_requests():
+            self.clear()
+            self._engine, self._key = Engine(self._checkpoint(name), **flags), key
+        return self._engine
+
+    def clear(self) -> None:
+        """Close what is open, if anything."""
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.close()
+
+
+@pytest.fixture(scope="module")
+def shelf(checkpoint: Callable[..., Path]) -> Iterator[Shelf]:
+    """``shelf(name, **flags)``: an engine that tests of this module share while they ask for the same flags."""
+    it = Shelf(checkpoint)
+    yield it
+    it.clear()

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our layers in vLLM's place: registered once, the GDN core touches the rows it is told to, experts refuse what they
+cannot do. Needs vLLM; layers are made without their weights, so no engine and no config is needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_gaudi.attention.metadata import DecodeAttention, HPUAttentionMetadata, PrefillAttention
+from vllm_gaudi.ops.registry import load_ops
+
+pytestmark = pytest.mark.xdist_group("vllm")  # with --dist loadgroup only one process imports it
+
+K_HEADS, V_HEADS, K_DIM, V_DIM, HISTORY = 2, 4, 8, 6, 3
+KEY_DIM, VALUE_DIM = K_HEADS * K_DIM, V_HEADS * V_DIM
+CONV_DIM = 2 * KEY_DIM + VALUE_DIM
+NUM_SLOTS = 4
+ZERO, TRASH = NUM_SLOTS, NUM_SLOTS + 1
+CHUNK = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    import vllm  # noqa: F401
+
+    from vllm_gaudi.models import register_layers
+
+    register_layers()
+    register_layers()
+
+
+def test_vllm_builds_our_classes_for_its_own():
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
+    from vllm_gaudi.models.gdn_attention import HPUGatedDeltaNetAttention
+    from vllm_gaudi.models.moe import HPUUnquantizedFusedMoEMethod
+
+    assert HPUGatedDeltaNetAttention.__mro__[1] is QwenGatedDeltaNetAttention
+    assert type(QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)) is HPUGatedDeltaNetAttention
+    assert op_registry_oot["UnquantizedFusedMoEMethod"] is HPUUnquantizedFusedMoEMethod
+    assert issubclass(HPUUnquantizedFusedMoEMethod, UnquantizedFusedMoEMethod)
+
+
+@pytest.fixture
+def layer():
+    """A GDN layer with random weights of its own (not vLLM's projections) and states that are NaN but for ZERO."""
+    from vllm_gaudi.models.gdn_attention import HPUGatedDeltaNetAttention
+
+    torch.manual_seed(0)
+    layer = object.__new__(HPUGatedDeltaNetAttention)
+    torch.nn.Module.__init__(layer)
+    layer._ops = load_ops()
+    layer.num_local_k_heads, layer.num_local_v_heads = K_HEADS, V_HEADS
+    layer.head_k_dim, layer.head_v_dim = K_DIM, V_DIM
+    layer.local_key_dim, layer.local_value_dim = KEY_DIM, VALUE_DIM
+    layer.conv1d = SimpleNamespace(weight=torch.randn(CONV_DIM, 1, HISTORY + 1))
+    layer.A_log, layer.dt_bias = torch.randn(V_HEADS), torch.randn(V_HEADS)
+    conv = torch.full((NUM_SLOTS + 2, HISTORY, CONV_DIM), float("nan"))
+    ssm = torch.full((NUM_SLOTS + 2, V_HEADS, K_DIM, V_DIM), float("nan"))
+    conv[ZERO], ssm[ZERO] = 0, 0
+    layer.bind_state(conv, ssm, CHUNK)
+    return layer
+
+
+def metadata(slots, query, lengths=None, batch=None):
+    """Of sequences in ``slots``, padded to ``batch``; a decode where ``lengths`` is None."""
+    batch = batch or len(slots)
+    pads = batch - len(slots)
+    none = torch.zeros(batch, dtype=torch.int32)
+    kind = (
+        {"decode": DecodeAttention(none, none, none, none)}
+        if lengths is None
+        else {
+            "prefill": PrefillAttention(none[:, None], none, torch.tensor([*lengths, *[0] * pads], dtype=torch.int32))
+        }
+    )
+    return HPUAttentionMetadata(
+        batch=batch,
+        query=query,
+        row_tile=0,
+        slot_mapping=none,
+        state_read=torch.tensor([*slots, *[ZERO] * pads]),
+        state_write=torch.tensor([*slots, *[TRASH] * pads]),
+        **kind,
+    )
+
+
+def rows_of(count):
+    return torch.randn(count, CONV_DIM), torch.randn(count, V_HEADS), torch.randn(count, V_HEADS)
+
+
+def same(one, two):
+    """Bit for bit, NaN included."""
+    return torch.equal(one.view(torch.int32), two.view(torch.int32))
+
+
+class TestGdnCore:
+    @pytest.mark.parametrize("is_prefill", [True, False])
+    def test_only_rows_that_are_written_change_and_pads_go_to_trash(self, layer, is_prefill):
+        conv, ssm = layer.kv_cache
+        for slot in (1, 3):
+            conv[slot], ssm[slot] = torch.randn_like(conv[slot]), torch.randn_like(ssm[slot])
+        before = conv.clone(), ssm.clone()
+        meta = metadata([3, 1], 8 if is_prefill else 1, lengths=[8, 5] if is_prefill else None, batch=4)
+        core = (layer._prefill if is_prefill else layer._decode)(meta, *rows_of(meta.num_rows))
+        assert core.shape == (meta.num_rows, V_HEADS, V_DIM)
+        assert core.isfinite().all()
+        for state, old in zip((conv, ssm), before, strict=True):
+            for row in (0, 2, ZERO):
+                assert same(state[row], old[row]), row
+            for row in (1, 3):
+                assert state[row].isfinite().all() and not same(state[row], old[row]), row
+            assert state[TRASH].isfinite().all()
+
+    def test_the_order_of_rows_does_not_matter(self, layer):
+        """Both state tensors are read completely before either is written."""
+        conv, ssm = layer.kv_cache
+        conv[:NUM_SLOTS], ssm[:NUM_SLOTS] = torch.randn(NUM_SLOTS, HISTORY, CONV_DIM), torch.randn_like(ssm[:NUM_SLOTS])
+        start = conv.clone(), ssm.clone()
+        mixed, b, a = rows_of(NUM_SLOTS)
+        first = layer._decode(metadata([0, 1, 2, 3], 1), mixed, b, a)
+        after = conv.clone(), ssm.clone()
+        conv.copy_(start[0]), ssm.copy_(start[1])
+        order = torch.tensor([2, 0, 3, 1])
+        second = layer._decode(metadata(order.tolist(), 1), mixed[order], b[order], a[order])
+        assert torch.equal(second, first[order])
+        assert same(conv, after[0]) and same(ssm, after[1])
+
+    def test_a_chunk_continues_where_the_last_one_left_its_slot(self, layer):
+        conv, ssm = layer.kv_cache
+        mixed, b, a = rows_of(12)
+        conv[:2], ssm[:2] = 0, 0
+        whole = layer._prefill(metadata([0], 12, lengths=[12]), mixed, b, a)
+        first = layer._prefill(metadata([1], 8, lengths=[8]), mixed[:8], b[:8], a[:8])
+        second = layer._prefill(metadata([1], 4, lengths=[4]), mixed[8:], b[8:], a[8:])
+        assert torch.equal(torch.cat((first, second)), whole)
+        assert same(conv[0], conv[1]) and same(ssm[0], ssm[1])
+
+    def test_a_decode_continues_a_prefill(self, layer):
+        conv, ssm = layer.kv_cache
+        mixed, b, a = rows_of(9)
+        conv[:2], ssm[:2] = 0, 0
+        whole = layer._prefill(metadata([0], 9, lengths=[9]), mixed, b, a)
+        layer._prefill(metadata([1], 8, lengths=[8]), mixed[:8], b[:8], a[:8])
+        last = layer._decode(metadata([1], 1), mixed[8:], b[8:], a[8:])
+        torch.testing.assert_close(last[0], whole[8], rtol=1e-5, atol=1e-5)
+        assert torch.equal(conv[0], conv[1])
+        torch.testing.assert_close(ssm[0], ssm[1], rtol=1e-5, atol=1e-5)
+
+
+class TestExperts:
+    @pytest.fixture
+    def method(self, monkeypatch):
+        from vllm_gaudi.models import moe
+
+        monkeypatch.setattr(moe.UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda self, layer: None)
+        method = object.__new__(moe.HPUUnquantizedFusedMoEMethod)
+        torch.nn.Module.__init__(method) if isinstance(method, torch.nn.Module) else None
+        method.moe = SimpleNamespace(has_bias=False)
+        return method
+
+    @staticmethod
+    def layer(**changes):
+        plain = {
+            "use_grouped_topk": False,
+            "e_score_correction_bias": None,
+            "scoring_func": "softmax",
+            "custom_routing_function": None,
+            "apply_router_weight_on_input": False,
+            "expert_map": None,
+        }
+        return SimpleNamespace(**{**plain, **changes})
+
+    def test_what_the_supported_models_use_passes(self, method):
+        assert method.process_weights_after_loading(self.layer()) is None
+        assert method.is_monolithic
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"use_grouped_topk": True}, "grouped top-k"),
+            ({"e_score_correction_bias": torch.zeros(2)}, "score correction bias"),
+            ({"scoring_func": "sigmoid"}, "scoring by sigmoid"),
+            ({"custom_routing_function": max}, "custom routing function"),
+            ({"apply_router_weight_on_input": True}, "router weights on the input"),
+            ({"expert_map": torch.zeros(2)}, "expert map"),
+            ({"use_grouped_topk": True, "scoring_func": "sigmoid"}, "grouped top-k, scoring by sigmoid"),
+        ],
+    )
+    def test_other_routers_are_refused(self, method, changes, said):
+        with pytest.raises(NotImplementedError, match=said):
+            method.process_weights_after_loading(self.layer(**changes))
+
+    def test_expert_biases_are_refused(self, method):
+        method.moe.has_bias = True
+        with pytest.raises(NotImplementedError, match="expert biases"):
+            method.process_weights_after_loading(self.layer())

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Padded model inputs from literal steps: every scheduled token stands once where its block table says, pads stand in
+pad rows, and the forwards come in the order in which one may read what another writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket
+from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PadRows, RowTiles
+from vllm_gaudi.v1.worker.requests import StepRequests
+
+KERNEL = 4  # tokens of a kernel block
+PER_BLOCK = 2  # kernel blocks of a block
+BLOCK = KERNEL * PER_BLOCK
+NUM_BLOCKS = 30  # with the null block
+NUM_SLOTS = 6
+SPARE = NUM_BLOCKS * PER_BLOCK
+ZERO, TRASH = NUM_SLOTS, NUM_SLOTS + 1
+MAX_CONTEXT = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request of a step. A decode's token is ``100 + slot``, remembered on the device; a prefill's are its
+    positions + 1000."""
+
+    slot: int
+    computed: int
+    scheduled: int
+    blocks: tuple[int, ...]
+    is_prefill: bool = True
+    admitted: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.computed + self.scheduled
+
+    def place(self, position: int) -> int:
+        """Row of the K/V pages that holds a position, counted in tokens over kernel blocks."""
+        return self.blocks[position // BLOCK] * BLOCK + position % BLOCK
+
+    def kernel_blocks(self) -> list[int]:
+        """Those of all tokens up to the step's end, in the order of the tokens."""
+        return list(dict.fromkeys(self.place(position) // KERNEL for position in range(self.end)))
+
+
+def decode(slot: int, computed: int, *blocks: int) -> Row:
+    return Row(slot, computed, 1, blocks, is_prefill=False)
+
+
+def step_of(*rows: Row) -> StepRequests:
+    def array(values: list, dtype: Any = np.int32) -> np.ndarray:
+        return np.array(values, dtype)
+
+    table = np.zeros((len(rows), max((len(row.blocks) for row in rows), default=0)), np.int32)
+    for i, row in enumerate(rows):
+        table[i, : len(row.blocks)] = row.blocks
+    return StepRequests(
+        req_ids=tuple(f"r{i}" for i in range(len(rows))),
+        slots=array([row.slot for row in rows]),
+        num_computed=array([row.computed for row in rows]),
+        num_scheduled=array([row.scheduled for row in rows]),
+        is_prefill=array([row.is_prefill for row in rows], bool),
+        samples=array([True] * len(rows), bool),
+        admitted=array([row.admitted for row in rows], bool),
+        admissions=tuple(range(len(rows))),
+        block_ids=(np.full((len(rows), 1), 29, np.int32), table),  # group 0 is a GDN group, whose blocks nobody may use
+        tokens=tuple(np.arange(row.computed, row.end, dtype=np.int32) + 1000 for row in rows),
+        fresh_blocks=array([]),
+    )
+
+
+def make(axes: int = 1, max_blocks: int = NUM_BLOCKS * PER_BLOCK, **overrides: list[int]) -> InputBuilder:
+    grid = BucketGrid(
+        query_multiple=8,
+        max_query=32,
+        max_batch=NUM_SLOTS,
+        max_context=MAX_CONTEXT,
+        kernel_block=KERNEL,
+        max_blocks=max_blocks,
+        overrides=overrides,
+    )
+    builder = InputBuilder(
+        grid,
+        PadRows(SPARE, ZERO, TRASH),
+        RowTiles(prefill=64, decode=16),
+        attention_group=1,
+        kernel_block=KERNEL,
+        kernel_blocks_per_block=PER_BLOCK,
+        num_slots=NUM_SLOTS,
+        position_axes=axes,
+        device=torch.device("cpu"),
+    )
+    builder.remember(np.arange(NUM_SLOTS, dtype=np.int32), torch.arange(100, 100 + NUM_SLOTS))
+    return builder
+
+
+def check_prefill(inputs: ModelInputs, rows: list[Row]) -> None:
+    """Every value of a prefill forward over ``rows`` (its members), pads included."""
+    attn, bucket = inputs.attn, inputs.bucket
+    assert isinstance(bucket, PrefillBucket) and attn.decode is None and attn.prefill is not None
+    assert (attn.batch, attn.query, attn.row_tile) == (bucket.batch, bucket.query, 64)
+    assert inputs.input_ids.shape == (bucket.rows,) == attn.slot_mapping.shape
+    ids, places = inputs.input_ids.view(attn.batch, -1), attn.slot_mapping.view(attn.batch, -1)
+    positions = inputs.positions.view(attn.batch, -1)
+    table = attn.prefill.block_table
+    assert table.shape == (bucket.batch, bucket.blocks)
+    for n in range(bucket.batch):
+        row = rows[n] if n < len(rows) else None
+        length = row.scheduled if row else 0
+        assert int(attn.prefill.lengths[n]) == length
+        if row:
+            real = list(range(row.computed, row.end))
+            assert int(attn.prefill.query_start[n]) == row.computed
+            assert positions[n, :length].tolist() == real
+            assert ids[n, :length].tolist() == [1000 + p for p in real]
+            assert places[n, :length].tolist() == [row.place(p) for p in real]
+            blocks = row.kernel_blocks()
+            assert table[n, : len(blocks)].tolist() == blocks
+            assert (int(attn.state_read[n]), int(attn.state_write[n])) == (row.slot, row.slot)
+            assert int(inputs.logit_rows[n]) == n * bucket.query + length - 1
+        else:
+            blocks = []
+            assert int(attn.prefill.query_start[n]) == 0
+            assert (int(attn.state_read[n]), int(attn.state_write[n])) == (ZERO, TRASH)
+            assert 0 <= int(inputs.logit_rows[n]) < bucket.rows
+        assert (table[n, len(blocks) :] == SPARE).all()
+        assert (places[n, length:] // KERNEL == SPARE).all()
+        assert not positions[n, length:].any() and not ids[n, length:].any()
+
+
+def check_decode(inputs: ModelInputs, rows: list[Row]) -> None:
+    """Every value of a decode forward over ``rows`` (its members), pads included."""
+    attn, bucket = inputs.attn, inputs.bucket
+    assert isinstance(bucket, DecodeBucket) and attn.prefill is None and attn.decode is not None
+    assert (attn.batch, attn.query, attn.row_tile) == (bucket.batch, 1, 16)
+    assert inputs.input_ids.shape == inputs.positions.shape == (bucket.rows,)
+    assert attn.slot_mapping.shape == attn.state_read.shape == attn.state_write.shape == (bucket.batch,)
+    assert attn.decode.block_list.shape == (bucket.blocks,)
+    assert inputs.logit_rows.tolist() == list(range(bucket.batch))
+    num = len(rows)
+    assert inputs.input_ids.tolist() == [100 + row.slot for row in rows] + [0] * (bucket.rows - num)
+    assert inputs.positions.tolist() == [row.computed for row in rows] + [0] * (bucket.rows - num)
+    assert attn.state_read.tolist() == [row.slot for row in rows] + [ZERO] * (bucket.batch - num)
+    assert attn.state_write.tolist() == [row.slot for row in rows] + [TRASH] * (bucket.batch - num)
+    assert attn.slot_mapping[:num].tolist() == [row.place(row.computed) for row in rows]
+    assert (attn.slot_mapping[num:] // KERNEL == SPARE).all()
+    lists = [row.kernel_blocks() for row in rows]
+    flat = [block for blocks in lists for block in blocks]
+    num_pads = bucket.blocks - len(flat)
+    assert attn.decode.block_list.tolist() == flat + [SPARE] * num_pads
+    readers = [n for n, blocks in enumerate(lists) for _ in blocks]
+    assert attn.decode.block_rows.tolist() == readers + [bucket.batch - 1] * num_pads
+    seen = [
+        min(KERNEL, row.end - KERNEL * k) for row, blocks in zip(rows, lists, strict=True) for k in range(len(blocks))
+    ]
+    assert attn.decode.block_lens.tolist() == seen + [0] * num_pads
+    firsts = np.cumsum([0] + [len(blocks) for blocks in lists])[:-1].tolist()
+    assert attn.decode.row_first[:num].tolist() == firsts
+    assert ((attn.decode.row_first >= 0) & (attn.decode.row_first < bucket.blocks)).all()
+    rows_in_order = attn.decode.block_rows.tolist()
+    assert rows_in_order == sorted(rows_in_order)
+
+
+def check(builder: InputBuilder, *rows: Row) -> list[ModelInputs]:
+    """Build the step of ``rows``, check all of it, and return its forwards."""
+    forwards = list(builder.build(step_of(*rows)))
+    members = [i for inputs in forwards for i in inputs.members]
+    decodes = [i for i, row in enumerate(rows) if not row.is_prefill]
+    prefills = [i for i, row in enumerate(rows) if row.is_prefill]
+    assert members == decodes + prefills, "decodes first, then prefills, each in scheduler order"
+    for inputs in forwards:
+        chosen = [rows[i] for i in inputs.members]
+        (check_prefill if isinstance(inputs.bucket, PrefillBucket) else check_decode)(inputs, chosen)
+    return forwards
+
+
+class TestPrefill:
+    def test_alone(self):
+        (forward,) = check(make(), Row(2, 0, 5, (3,)))
+        assert forward.bucket == PrefillBucket(1, 8, 2)
+
+    def test_a_chunk_with_context(self):
+        (forward,) = check(make(), Row(0, 10, 8, (3, 7, 5)))
+        assert forward.attn.slot_mapping.tolist() == [58, 59, 60, 61, 62, 63, 40, 41]
+        assert forward.attn.prefill.block_table[0, :5].tolist() == [6, 7, 14, 15, 10]
+
+    def test_several_short_ones_share_a_forward(self):
+        forwards = check(make(), Row(0, 0, 5, (3,)), Row(1, 8, 2, (4, 5)), Row(2, 0, 8, (6,)))
+        assert [forward.bucket for forward in forwards] == [PrefillBucket(4, 8, 4)]
+
+    def test_neighbours_share_a_forward_only_while_they_fit(self):
+        rows = [Row(slot, 0, n, (2 * slot + 1, 2 * slot + 2)) for slot, n in enumerate((3, 8, 9, 16, 1, 2))]
+        forwards = check(make(), *rows)
+        assert [forward.members for forward in forwards] == [(0, 1), (2,), (3,), (4, 5)]
+
+    def test_no_more_than_the_largest_batch_share_a_forward(self):
+        forwards = check(make(), *(Row(slot, 0, 1, (slot + 1,)) for slot in range(6)))
+        assert [forward.members for forward in forwards] == [(0, 1, 2, 3), (4, 5)]
+
+    def test_a_long_table_is_cut_to_what_the_step_reads(self):
+        """Blocks allocated ahead stand in the table already; reading them would read what nobody has written."""
+        (forward,) = check(make(), Row(0, 0, 4, (3, 7, 5, 9)))
+        assert forward.attn.prefill.block_table.tolist() == [[6, SPARE]]
+
+    def test_dtypes(self):
+        (forward,) = check(make(), Row(0, 0, 4, (3,)))
+        attn = forward.attn
+        assert forward.input_ids.dtype == torch.int32
+        assert {t.dtype for t in (forward.positions, forward.logit_rows, attn.slot_mapping)} == {torch.int64}
+        assert {attn.state_read.dtype, attn.state_write.dtype} == {torch.int64}
+        assert {t.dtype for t in vars(attn.prefill).values()} == {torch.int32}
+
+
+class TestDecode:
+    def test_alone(self):
+        (forward,) = check(make(), decode(3, 9, 4, 6))
+        assert forward.bucket == DecodeBucket(1, 8)
+        assert forward.attn.decode.block_list[:3].tolist() == [8, 9, 12]
+        assert forward.attn.decode.block_lens[:3].tolist() == [4, 4, 2]
+
+    @pytest.mark.parametrize("computed", [1, 3, 4, 7, 8, 15, 16])
+    def test_around_the_ends_of_blocks(self, computed):
+        check(make(), decode(0, computed, 5, 2, 9))
+
+    @pytest.mark.parametrize("num", range(1, NUM_SLOTS + 1))
+    def test_every_batch_size(self, num):
+        forwards = check(make(), *(decode(slot, 3 + slot, 2 * slot + 1, 2 * slot + 2) for slot in range(num)))
+        assert len(forwards) == 1
+
+    def test_the_batch_is_cut_where_the_ladder_of_blocks_ends(self):
+        """Blocks that several rows share are listed for each of them and may be more than there are in the pool."""
+        rows = [decode(slot, 39, 1, 2, 3, 4, 5 + slot) for slot in range(5)]  # 10 kernel blocks each
+        forwards = check(make(max_blocks=24), *rows)
+        assert [forward.members for forward in forwards] == [(0, 1), (2, 3), (4,)]
+        assert all(forward.bucket.blocks <= 24 for forward in forwards)
+
+    def test_a_single_row_is_never_cut(self):
+        forwards = check(make(max_blocks=1), decode(0, 63, *range(1, 9)), decode(1, 1, 9))
+        assert [forward.members for forward in forwards] == [(0,), (1,)]
+
+    def test_alternating_batches_of_one_shape_have_nothing_of_each_other(self):
+        builder = make()
+        first = check(builder, decode(0, 3, 1), decode(1, 3, 2))
+        second = check(builder, decode(4, 3, 7), decode(5, 3, 8))
+        assert first[0].bucket == second[0].bucket
+        assert first[0].attn.state_read.tolist() == [0, 1]
+
+    def test_dtypes(self):
+        (forward,) = check(make(), decode(0, 3, 1))
+        attn = forward.attn
+        assert forward.input_ids.dtype == torch.int32
+        assert {t.dtype for t in (forward.positions, forward.logit_rows, attn.slot_mapping)} == {torch.int64}
+        assert {attn.state_read.dtype, attn.state_write.dtype} == {torch.int64}
+        assert {t.dtype for t in vars(attn.decode).values()} == {torch.int32}
+
+
+def test_decodes_run_before_prefills():
+    """A request that is admitted may hit a block that a decoding one fills in this very step."""
+    forwards = check(make(), Row(0, 0, 3, (1,), admitted=True), decode(1, 7, 2), Row(2, 0, 3, (3,)), decode(3, 7, 4))
+    assert [type(forward.bucket) for forward in forwards] == [DecodeBucket, PrefillBucket]
+    assert [forward.members for forward in forwards] == [(1, 3), (0, 2)]
+
+
+def test_an_empty_step_has_no_forward():
+    assert list(make().build(step_of())) == []
+
+
+@pytest.mark.parametrize("rows", [(Row(0, 5, 4, (3, 4)), Row(1, 0, 2, (5,))), (decode(0, 9, 3, 4), decode(2, 2, 5))])
+def test_three_axes_of_positions_are_three_equal_rows(rows):
+    (one,) = make(1).build(step_of(*rows))
+    (three,) = make(3).build(step_of(*rows))
+    assert three.positions.shape == (3, one.positions.shape[0])
+    assert three.positions.is_contiguous() and three.positions.dtype == torch.int64
+    for axis in three.positions:
+        assert torch.equal(axis, one.positions)
+
+
+class TestLastTokens:
+    def test_a_sampled_token_is_the_next_input_of_its_slot_alone(self):
+        builder = make()
+        builder.remember(np.array([4, 1], np.int32), torch.tensor([7, 8]))
+        (forward,) = builder.build(step_of(decode(1, 3, 1), decode(4, 3, 2), decode(0, 3, 3)))
+        assert forward.input_ids[:3].tolist() == [8, 7, 100]
+
+    def test_sampled_tokens_of_another_dtype_are_taken(self):
+        builder = make()
+        builder.remember(np.array([0], np.int32), torch.tensor([511], dtype=torch.int64))
+        (forward,) = builder.build(step_of(decode(0, 3, 1)))
+        assert (forward.input_ids.dtype, int(forward.input_ids[0])) == (torch.int32, 511)
+
+    def test_an_input_that_was_built_does_not_change_with_the_next_sample(self):
+        """With asynchronous scheduling the next step's sample comes while this one's input may still be read."""
+        builder = make()
+        (forward,) = builder.build(step_of(decode(0, 3, 1)))
+        builder.remember(np.array([0], np.int32), torch.tensor([7]))
+        assert int(forward.input_ids[0]) == 100
+
+
+@pytest.mark.parametrize("axes", [1, 3])
+def test_dummies_of_all_buckets_are_pads_alone(axes):
+    builder = make(axes)
+    grid = builder._grid
+    for bucket in [*grid.all_prefill(), *grid.all_decode()]:
+        inputs = builder.dummy(bucket)
+        assert inputs.bucket == bucket and inputs.members == ()
+        assert inputs.positions.shape == ((bucket.rows,) if axes == 1 else (3, bucket.rows))
+        if axes == 1:
+            (check_prefill if isinstance(bucket, PrefillBucket) else check_decode)(inputs, [])
+
+
+@st.composite
+def steps(draw: Any) -> list[Row]:
+    """Requests with slots and blocks of their own, except that a prefix of blocks may be shared."""
+    slots = draw(st.permutations(range(NUM_SLOTS)))[: draw(st.integers(1, NUM_SLOTS))]
+    free = list(draw(st.permutations(range(1, NUM_BLOCKS - 1))))
+    shared = [free.pop() for _ in range(2)]
+    budget, rows = 32, []
+    for slot in slots:
+        is_prefill = draw(st.booleans())
+        scheduled = draw(st.integers(1, max(1, min(budget, 20)))) if is_prefill else 1
+        budget -= scheduled
+        computed = draw(st.integers(0 if is_prefill else 1, 24))
+        num_blocks = -(-(computed + scheduled) // BLOCK) + draw(st.integers(0, 1))
+        own = shared[: min(draw(st.integers(0, 2)), computed // BLOCK)]
+        blocks = (*own, *(free.pop() for _ in range(min(num_blocks - len(own), len(free)))))
+        if budget < 0 or len(blocks) * BLOCK < computed + scheduled:
+            break
+        rows.append(Row(slot, computed, scheduled, blocks, is_prefill))
+    return rows
+
+
+@given(steps(), st.sampled_from((16, 24, 60)))
+def test_any_step(rows, max_blocks):
+    """All values are checked; and over all forwards no write falls on a place that is not its own request's."""
+    forwards = check(make(max_blocks=max_blocks), *rows)
+    written = [place for inputs in forwards for place in inputs.attn.slot_mapping.tolist()]
+    live = [row.place(position) for row in rows for position in range(row.computed, row.end)]
+    assert sorted(place for place in written if place // KERNEL != SPARE) == sorted(live)
+    states = [slot for inputs in forwards for slot in inputs.attn.state_write.tolist()]
+    assert sorted(slot for slot in states if slot != TRASH) == sorted(row.slot for row in rows)
+    assert all(ZERO not in inputs.attn.state_write.tolist() for inputs in forwards)
+    assert all(TRASH not in inputs.attn.state_read.tolist() for inputs in forwards)
+    grid = make(max_blocks=max_blocks)._grid
+    known = {*grid.all_prefill(), *grid.all_decode()}
+    assert all(inputs.bucket in known for inputs in forwards)

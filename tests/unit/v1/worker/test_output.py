@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine reads of a step, and prompt logprobs that are put together from chunks. Needs vLLM's records."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_gaudi.device import HostCopy
+from vllm_gaudi.v1.worker.requests import StepRequests
+
+pytestmark = pytest.mark.xdist_group("vllm")  # with --dist loadgroup only one process imports it
+
+
+@pytest.fixture(scope="module")
+def sampling():
+    from vllm_gaudi.v1.worker import sampling
+
+    return sampling
+
+
+@pytest.fixture(scope="module")
+def step_output():
+    from vllm_gaudi.v1.worker.output import StepOutput
+
+    return StepOutput
+
+
+def step_of(*req_ids: str) -> StepRequests:
+    zeros = np.zeros(len(req_ids), np.int32)
+    return StepRequests(
+        req_ids=req_ids,
+        slots=zeros,
+        num_computed=zeros,
+        num_scheduled=zeros,
+        is_prefill=zeros > 0,
+        samples=zeros > 0,
+        admitted=zeros > 0,
+        admissions=tuple(range(len(req_ids))),
+        block_ids=(),
+        tokens=(),
+        fresh_blocks=zeros[:0],
+    )
+
+
+def logprobs(rows: int, columns: int, first: float = 0.0):
+    """Logprobs whose values tell their row: row r holds r + ``first`` in all three tensors."""
+    from vllm.v1.outputs import LogprobsTensors
+
+    value = torch.arange(rows) + first
+    return LogprobsTensors(
+        logprob_token_ids=value[:, None].repeat(1, columns).to(torch.int32),
+        logprobs=value[:, None].repeat(1, columns).to(torch.float32),
+        selected_token_ranks=value.to(torch.int32),
+    )
+
+
+class TestStepOutput:
+    def test_requests_that_sampled_come_first_in_their_own_order_and_the_rest_give_nothing(self, sampling, step_output):
+        sampled = sampling.SampledStep(("c", "a"), (0, 1), HostCopy(torch.tensor([[7], [8]], dtype=torch.int32)), None)
+        scores = {"b": None}
+        output = step_output(step_of("a", "b", "c", "d"), sampled, scores).get_output()
+        assert output.req_ids == ["c", "a", "b", "d"]
+        assert output.req_id_to_index == {"c": 0, "a": 1, "b": 2, "d": 3}
+        assert output.sampled_token_ids == [[7], [8], [], []]
+        assert output.logprobs is None
+        assert output.prompt_logprobs_dict is scores
+        assert output.pooler_output == []
+
+    def test_a_step_in_which_nobody_samples(self, step_output):
+        output = step_output(step_of("a", "b"), None, {}).get_output()
+        assert (output.req_ids, output.sampled_token_ids, output.logprobs) == (["a", "b"], [[], []], None)
+
+    def test_logprobs_are_those_of_the_rows_that_sampled(self, sampling, step_output):
+        sampled = sampling.SampledStep(("b", "a"), (0, 1), HostCopy(torch.tensor([[7], [8]])), logprobs(2, 3))
+        output = step_output(step_of("a", "b", "c"), sampled, {}).get_output()
+        assert output.sampled_token_ids == [[7], [8], []]
+        assert [list(map(float, row)) for row in output.logprobs.logprobs] == [[0, 0, 0], [1, 1, 1]]
+
+    def test_nothing_is_waited_for_before_it_is_asked(self, sampling, step_output):
+        waited = []
+        copy = SimpleNamespace(get=lambda: waited.append(True) or torch.tensor([[7]]))
+        output = step_output(step_of("a"), sampling.SampledStep(("a",), (0,), copy, None), {})
+        assert not waited
+        assert output.get_output().sampled_token_ids == [[7]]
+        assert output.get_output().sampled_token_ids == [[7]]
+
+
+class TestPromptLogprobs:
+    @pytest.fixture
+    def scores(self, sampling):
+        return sampling.PromptLogprobs()
+
+    @staticmethod
+    def request(req_id="a", num_prompt=6):
+        return SimpleNamespace(req_id=req_id, num_prompt=num_prompt)
+
+    def test_chunks_are_put_where_they_belong(self, scores):
+        request = self.request()
+        scores.fill(request, 3, logprobs(2, 3, first=3.0), 2)  # out of order, as after a preemption
+        scores.fill(request, 0, logprobs(3, 3), 2)
+        whole = scores.take(request, 2)
+        assert whole.logprobs.shape == whole.logprob_token_ids.shape == (5, 3)
+        assert whole.logprobs[:, 0].tolist() == [0, 1, 2, 3, 4]
+        assert whole.logprob_token_ids[:, 2].tolist() == [0, 1, 2, 3, 4]
+        assert whole.selected_token_ranks.tolist() == [0, 1, 2, 3, 4]
+
+    def test_a_position_that_is_run_again_is_written_over(self, scores):
+        request = self.request()
+        scores.fill(request, 0, logprobs(5, 1, first=40.0), 0)
+        scores.fill(request, 1, logprobs(4, 1, first=1.0), 0)
+        assert scores.take(request, 0).logprobs[:, 0].tolist() == [40, 1, 2, 3, 4]
+
+    def test_two_requests_do_not_mix(self, scores):
+        one, two = self.request("a"), self.request("b")
+        scores.fill(one, 0, logprobs(5, 1), 0)
+        scores.fill(two, 0, logprobs(5, 1, first=50.0), 0)
+        assert scores.take(one, 0).logprobs[0].item() == 0
+        assert scores.take(two, 0).logprobs[0].item() == 50
+
+    def test_a_prompt_of_one_token_has_none(self, scores):
+        whole = scores.take(self.request(num_prompt=1), 2)
+        assert whole.logprobs.shape == (0, 3)
+
+    def test_what_was_taken_or_forgotten_is_gone(self, scores):
+        request = self.request()
+        scores.fill(request, 0, logprobs(5, 1), 0)
+        scores.take(request, 0)
+        assert not scores._partial
+        scores.fill(request, 0, logprobs(5, 1), 0)
+        scores.forget({"a", "never seen"})
+        assert not scores._partial
+
+    def test_another_request_under_the_same_id_starts_afresh(self, scores):
+        """An id may finish and come again; chunks of the first must not show in the second's answer."""
+        scores.fill(self.request(), 0, logprobs(5, 1, first=90.0), 0)
+        again = self.request(num_prompt=3)
+        scores.fill(again, 0, logprobs(2, 1), 0)
+        assert scores.take(again, 0).logprobs[:, 0].tolist() == [0, 1]
+        scores.fill(self.request(), 0, logprobs(5, 1, first=90.0), 0)
+        assert scores.take(self.request(num_prompt=1), 0).logprobs.shape == (0, 1)
