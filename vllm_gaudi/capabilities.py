@@ -76,7 +76,6 @@ class Facts:
     foreign_worker: str | None = None
     block_size: int | None = None
     block_size_granule: int = 128
-    prefix_caching: bool = False
     mamba_cache_mode: str = "none"
     prefix_match_unit: int | None = None
     fine_grained_junctions: bool = False

@@ -29,6 +29,7 @@ ATTENTION_BACKEND = "vllm_gaudi.attention.backend.HPUAttentionBackend"
 WORKER = "vllm_gaudi.v1.worker.hpu_worker.HPUWorker"
 SCHEDULER = "vllm_gaudi.v1.core.sched.hpu_scheduler.HPUScheduler"
 ASYNC_SCHEDULER = "vllm_gaudi.v1.core.sched.hpu_async_scheduler.HPUAsyncScheduler"
+KV_CACHE_MANAGER = "vllm_gaudi.v1.core.gdn_checkpoint.GDNCheckpointManager"
 COMMUNICATOR = "vllm_gaudi.distributed.hpu_communicator.HpuCommunicator"
 
 
@@ -74,9 +75,9 @@ class HpuPlatform(Platform):
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
-        from vllm_gaudi.v1.core import gdn_checkpoint
+        from vllm.utils.import_utils import resolve_obj_by_qualname
 
-        gdn_checkpoint.register()
+        resolve_obj_by_qualname(KV_CACHE_MANAGER).register()
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
@@ -227,7 +228,6 @@ def _facts(config: VllmConfig) -> capabilities.Facts:
         foreign_worker=None if parallel.worker_cls in ("auto", WORKER) else parallel.worker_cls,
         block_size=cache.block_size if cache.user_specified_block_size else None,
         block_size_granule=block_size_granule(),
-        prefix_caching=bool(cache.enable_prefix_caching),
         mamba_cache_mode=cache.mamba_cache_mode,
         prefix_match_unit=cache.prefix_match_unit,
         fine_grained_junctions=cache.enable_mamba_fine_grained_prefix_cache,

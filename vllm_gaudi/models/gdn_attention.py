@@ -10,13 +10,11 @@ Ordering rule: both state tensors are read completely before either is written.
 from __future__ import annotations
 
 import torch
-from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
 from vllm_gaudi.attention.metadata import HPUAttentionMetadata
 from vllm_gaudi.ops.registry import load_ops
-from vllm_gaudi.v1.core.gdn_checkpoint import GDNCheckpointSpec
 
 
 @QwenGatedDeltaNetAttention.register_oot
@@ -41,9 +39,6 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         """
         self.kv_cache = (conv, ssm)
         self._chunk_size = chunk_size
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> GDNCheckpointSpec:
-        return GDNCheckpointSpec.of(super().get_kv_cache_spec(vllm_config))
 
     @property
     def local_conv_dim(self) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 _library = torch.library.Library("vllm_gaudi", "DEF")
@@ -42,13 +41,6 @@ def copy_rows_(
 def zero_rows_(dst: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
     """Write zeros over rows [N] int32 of every ``dst[i]`` [P_i, W_i] int32, whatever stood there (0 * NaN is NaN)."""
     torch.ops.vllm_gaudi.zero_rows_(list(dst), rows)
-
-
-def padded(rows: np.ndarray) -> np.ndarray:
-    """[N] int32 -> [2^k] int32, N > 0: the last entry repeated, so that the number of shapes stays small."""
-    return np.concatenate([rows, np.repeat(rows[-1:], (1 << (len(rows) - 1).bit_length()) - len(rows))]).astype(
-        np.int32
-    )
 
 
 def _check(

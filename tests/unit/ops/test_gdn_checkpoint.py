@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_gaudi.ops.gdn_checkpoint import _copy_rows_hpu, _zero_rows_hpu, copy_rows_, padded, zero_rows_
+from vllm_gaudi.ops.gdn_checkpoint import _copy_rows_hpu, _zero_rows_hpu, copy_rows_, zero_rows_
 
 # Quiet and signalling NaNs with payloads, infinities, minus zero, denormals: what arithmetic would change.
 SPECIAL_WORDS = (0x7FC00001, 0x7F800001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x80000000, 0x00000001, 0x807FFFFF)
@@ -46,19 +46,12 @@ def test_a_copy_touches_its_rows_and_words_alone() -> None:
     assert torch.equal(page, before)
 
 
-def test_pads_repeat_the_last_pair_and_change_nothing() -> None:
+def test_a_repeated_pair_changes_nothing() -> None:
     state, plain = random_words(6, 8), torch.zeros(9, 8, dtype=torch.int32)
     with_pads = plain.clone()
     copy_rows_([plain], [state], rows(1, 5, 8), rows(0, 2, 3))
-    to, of = (torch.from_numpy(padded(np.array(r, np.int32))) for r in ((1, 5, 8), (0, 2, 3)))
-    assert to.tolist() == [1, 5, 8, 8]
-    copy_rows_([with_pads], [state], to, of)
+    copy_rows_([with_pads], [state], rows(1, 5, 8, 8), rows(0, 2, 3, 3))
     assert torch.equal(with_pads, plain)
-
-
-@pytest.mark.parametrize(("given", "wanted"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16)])
-def test_row_counts_are_padded_to_powers_of_two(given: int, wanted: int) -> None:
-    assert len(padded(np.arange(given, dtype=np.int32))) == wanted
 
 
 def test_zeroing_writes_and_does_not_multiply() -> None:

@@ -39,6 +39,11 @@ class GDNCheckpointManager(MambaManager):
         super().__init__(*args, **kwargs)
         self._published: list[Any] = []
 
+    @classmethod
+    def register(cls) -> None:
+        """Map ``GDNCheckpointSpec`` to this manager; vLLM tolerates the same registration again."""
+        KVCacheSpecRegistry.register(GDNCheckpointSpec, cls, uniform_type_base_spec=MambaSpec)
+
     def drain_published(self) -> list[Any]:
         """Hashes of the boundaries published since the last call."""
         published, self._published = self._published, []
@@ -65,8 +70,3 @@ class GDNCheckpointManager(MambaManager):
         for i in range(before, self.num_cached_block.get(request.request_id, 0)):
             if blocks[i].block_hash is not None:
                 self._published.append(request.block_hashes[i])
-
-
-def register() -> None:
-    """Map the spec to the manager; vLLM tolerates the same registration again."""
-    KVCacheSpecRegistry.register(GDNCheckpointSpec, GDNCheckpointManager, uniform_type_base_spec=MambaSpec)

@@ -22,11 +22,13 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
 
 from vllm_gaudi import envs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS, BucketGrid, DecodeBucket, PrefillBucket
 from vllm_gaudi.models.linear import install_row_tiles
+from vllm_gaudi.v1.core.gdn_checkpoint import GDNCheckpointSpec
 from vllm_gaudi.v1.core.sched.block_size import check_groups
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import make_layout
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import plan_checkpoints
@@ -103,12 +105,13 @@ class HPUModelRunner:
         return self.vllm_config.compilation_config.static_forward_context
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """vLLM's specs by layer; a GDN layer's under the class that our block manager is registered for."""
         specs = {}
         for name, layer in self.layers.items():
             if hasattr(layer, "get_kv_cache_spec"):
                 spec = layer.get_kv_cache_spec(self.vllm_config)
                 if spec is not None:
-                    specs[name] = spec
+                    specs[name] = GDNCheckpointSpec.of(spec) if isinstance(spec, MambaSpec) else spec
         return specs
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm_gaudi.ops.gdn_checkpoint import copy_rows_, padded, zero_rows_
+from vllm_gaudi.ops.gdn_checkpoint import copy_rows_, zero_rows_
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import CheckpointLayout
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import CheckpointPlan, RowCopies
 
@@ -136,3 +136,10 @@ def _pages(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
 def _rows(state: torch.Tensor) -> torch.Tensor:
     """[rows, words] int32 over one state tensor."""
     return state.view(state.shape[0], -1).view(torch.int32)
+
+
+def padded(rows: np.ndarray) -> np.ndarray:
+    """[N] int32 -> [2^k] int32, N > 0: the last entry repeated, so that the number of shapes stays small."""
+    return np.concatenate([rows, np.repeat(rows[-1:], (1 << (len(rows) - 1).bit_length()) - len(rows))]).astype(
+        np.int32
+    )

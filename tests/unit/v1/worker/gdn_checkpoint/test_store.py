@@ -9,7 +9,7 @@ import torch
 
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import StateShape, make_layout
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import CheckpointPlan, RowCopies
-from vllm_gaudi.v1.worker.gdn_checkpoint.store import GDNCheckpointStore, StateZeroer
+from vllm_gaudi.v1.worker.gdn_checkpoint.store import GDNCheckpointStore, StateZeroer, padded
 
 NUM_BLOCKS, KERNEL_BLOCK, PER_BLOCK, KV_HEADS, HEAD = 7, 16, 2, 2, 32
 ROWS = 6
@@ -148,3 +148,10 @@ def test_it_describes_itself_in_numbers(parts: dict) -> None:
     line = parts["store"].describe()
     assert "2 GDN groups of 2/1 layers" in line and "B = 32 tokens" in line and "3 blocks per cached boundary" in line
     assert str(parts["store"].layout.checkpoint_bytes) in line
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16)])
+def test_row_counts_are_padded_to_powers_of_two_by_the_last_row(given: int, wanted: int) -> None:
+    made = padded(np.arange(given, dtype=np.int32))
+    assert len(made) == wanted and made.dtype == np.int32
+    assert made[:given].tolist() == list(range(given)) and set(made[given:].tolist()) <= {given - 1}
