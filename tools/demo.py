@@ -42,7 +42,19 @@ QUESTIONS = (
     "And how many are left when two more are eaten after that?",
     "Please tell me a short story about a river that wanted to see the sea.",
 )
-COLUMNS = ("turn", "prompt tokens", "cached tokens", "first token (s)", "tokens/s", "first answer tokens")
+COLUMNS = (
+    "turn",
+    "prompt tokens",
+    "cached tokens",
+    "first token (s)",
+    "cold (s)",
+    "tokens/s",
+    "identical to cold",
+    "first answer tokens",
+)
+BLOCK_SIZE = 64
+# A state that decode made equals the same tokens prefilled to rounding only; in fp32 that is far below this.
+TOLERANCE = 1e-4
 
 
 class PhaseFailed(Exception):
@@ -58,15 +70,38 @@ class Stopped(BaseException):
 
 
 @dataclass(frozen=True)
-class Turn:
+class Answer:
     """One answered question, as the user saw it."""
 
-    number: int
     prompt_tokens: int
     cached_tokens: int
     first_token_seconds: float
     tokens_per_second: float
-    answer: str
+    text: str
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the conversation, and the same prompt answered cold, under a cache salt of its own."""
+
+    number: int
+    warm: Answer
+    cold: Answer
+
+    @property
+    def largest_difference(self) -> float:
+        """Between the logprobs of the two answers; infinite where their tokens differ."""
+        if self.warm.tokens != self.cold.tokens:
+            return float("inf")
+        return max((abs(a - b) for a, b in zip(self.warm.logprobs, self.cold.logprobs, strict=True)), default=0.0)
+
+    @property
+    def verdict(self) -> str:
+        if self.largest_difference == 0.0:
+            return "yes, every bit"
+        return f"yes, to {self.largest_difference:.0e}" if self.largest_difference <= TOLERANCE else "NO"
 
 
 @dataclass
@@ -181,6 +216,7 @@ def serve_command(checkpoint: Path, port: int) -> list[str]:
         *("--served-model-name", MODEL_NAME),
         *("--max-model-len", "2048", "--max-num-seqs", "4"),
         *("--kv-cache-memory-bytes", str(256 << 20)),
+        *("--block-size", str(BLOCK_SIZE), "--dtype", "float32"),
         "--enable-prompt-tokens-details",
     ]
 
@@ -207,13 +243,33 @@ def chat(url: str, questions: Sequence[str] = QUESTIONS, clock: Callable[[], flo
                 turn = ask(client, number, messages, clock)
             except openai.OpenAIError as error:
                 raise PhaseFailed(f"turn {number}: {error}") from error
-            messages.append({"role": "assistant", "content": turn.answer})
+            messages.append({"role": "assistant", "content": turn.warm.text})
             turns.append(turn)
-            print(f"      turn {number}: {turn.prompt_tokens} tokens read", flush=True)
+            reused = f"{turn.warm.cached_tokens} of {turn.warm.prompt_tokens} prompt tokens from the cache"
+            print(f"      turn {number}: {reused}, identical to cold: {turn.verdict}", flush=True)
     return turns
 
 
+def check(turns: Sequence[Turn]) -> None:
+    """Raises PhaseFailed when a later turn reused nothing or an answer differs from its cold twin."""
+    for turn in turns:
+        if turn.cold.cached_tokens:
+            raise PhaseFailed(f"turn {turn.number}: the cold run reused {turn.cold.cached_tokens} tokens")
+        if turn.number > 1 and not turn.warm.cached_tokens:
+            raise PhaseFailed(f"turn {turn.number}: nothing was reused")
+        if turn.largest_difference > TOLERANCE:
+            raise PhaseFailed(f"turn {turn.number}: the answer differs from a cold run by {turn.largest_difference:g}")
+
+
 def ask(client: Any, number: int, messages: Sequence[Any], clock: Callable[[], float]) -> Turn:
+    """The turn as the chat goes on, then the same prompt cold."""
+    warm = stream_answer(client, number, messages, clock, {})
+    return Turn(number, warm, stream_answer(client, number, messages, clock, {"cache_salt": f"cold-{number}"}))
+
+
+def stream_answer(
+    client: Any, number: int, messages: Sequence[Any], clock: Callable[[], float], extra: dict[str, Any]
+) -> Answer:
     start = clock()
     stream = client.chat.completions.create(
         model=MODEL_NAME,
@@ -222,14 +278,20 @@ def ask(client: Any, number: int, messages: Sequence[Any], clock: Callable[[], f
         temperature=0.0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},  # random weights may choose the end token first
+        logprobs=True,
+        extra_body={"ignore_eos": True, **extra},  # random weights may choose the end token first
     )
     pieces: list[str] = []
+    tokens: list[str] = []
+    logprobs: list[float] = []
     first = last = None
     usage = None
     for chunk in stream:
         usage = chunk.usage or usage
         for choice in chunk.choices:
+            for entry in (choice.logprobs.content or ()) if choice.logprobs else ():
+                tokens.append(entry.token)
+                logprobs.append(entry.logprob)
             if choice.delta.content:
                 last = clock()
                 first = first or last
@@ -237,13 +299,14 @@ def ask(client: Any, number: int, messages: Sequence[Any], clock: Callable[[], f
     if usage is None or first is None or last is None:
         raise PhaseFailed(f"turn {number}: the stream ended without an answer or without usage numbers")
     details = usage.prompt_tokens_details
-    return Turn(
-        number=number,
+    return Answer(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=(details.cached_tokens if details else 0) or 0,
         first_token_seconds=first - start,
         tokens_per_second=(usage.completion_tokens - 1) / (last - first) if last > first else 0.0,
-        answer="".join(pieces),
+        text="".join(pieces),
+        tokens=tuple(tokens),
+        logprobs=tuple(logprobs),
     )
 
 
@@ -251,11 +314,13 @@ def format_table(turns: Sequence[Turn]) -> str:
     rows = [COLUMNS] + [
         (
             str(turn.number),
-            str(turn.prompt_tokens),
-            str(turn.cached_tokens),
-            f"{turn.first_token_seconds:.3f}",
-            f"{turn.tokens_per_second:.1f}",
-            printable(turn.answer, 32),
+            str(turn.warm.prompt_tokens),
+            str(turn.warm.cached_tokens),
+            f"{turn.warm.first_token_seconds:.3f}",
+            f"{turn.cold.first_token_seconds:.3f}",
+            f"{turn.warm.tokens_per_second:.1f}",
+            turn.verdict,
+            printable(turn.warm.text, 32),
         )
         for turn in turns
     ]
@@ -310,6 +375,7 @@ def run(name: str, dtype: str, command_for: Callable[[Path, int], list[str]], wo
             server.wait_until_healthy()
         with phases.phase(f"chat: {len(QUESTIONS)} turns over the OpenAI API, streaming"):
             turns = chat(server.url)
+            check(turns)
         with phases.phase("stop the server"):
             server.stop()
     except PhaseFailed as error:
@@ -332,7 +398,8 @@ def run(name: str, dtype: str, command_for: Callable[[Path, int], list[str]], wo
                 code = code or 1
     if code == 0:
         print("\n" + format_table(turns))
-        print("\nThe weights are random, so the answers are noise. The server's log is", log_path)
+        print("\nEach turn was asked again cold, under its own cache salt; its answer and logprobs were compared.")
+        print("The weights are random, so the answers are noise. The server's log is", log_path)
     return code
 
 

@@ -36,6 +36,7 @@ class Facts:
     uses_mla: bool = False
     sliding_window: int | None = None
     takes_multimodal_inputs: bool = False
+    encoder_only: bool = False
     prompt_embeds: bool = False
     dtype: str = "bfloat16"
     quantization: str | None = None
@@ -59,6 +60,14 @@ class Facts:
     routed_experts_returned: bool = False
     sampling_mask_returned: bool = False
     watermark: bool = False
+    diffusion: bool = False
+    profiler: bool = False
+    batch_invariant: bool = False
+    attention_backend: str | None = None
+    gdn_prefill_backend: str | None = None
+    mamba_backend: str = "triton"
+    mamba_cache_dtype: str = "auto"
+    stochastic_rounding: bool = False
     replayssm: bool = False
     kv_sharing_fast_prefill: bool = False
     chunked_prefill: bool = True
@@ -67,7 +76,6 @@ class Facts:
     foreign_worker: str | None = None
     block_size: int | None = None
     block_size_granule: int = 128
-    prefix_caching: bool = False
     mamba_cache_mode: str = "none"
     prefix_match_unit: int | None = None
     fine_grained_junctions: bool = False
@@ -202,7 +210,7 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         "v2-model-runner",
-        lambda f: f.v2_model_runner,
+        lambda f: f.v2_model_runner and not f.watermark,  # vLLM itself picks V2 for a watermark
         "vLLM's V2 model runner is not supported; unset VLLM_USE_V2_MODEL_RUNNER or set it to 0",
     ),
     Refusal(
@@ -216,6 +224,45 @@ TABLE: tuple[Refusal, ...] = (
         "returning the sampling mask is not supported; remove --return-sampling-mask",
     ),
     Refusal("watermark", lambda f: f.watermark, "watermarking is not supported; remove --watermark-config"),
+    Refusal("diffusion", lambda f: f.diffusion, "diffusion models are not supported; remove --diffusion-config"),
+    Refusal("profiler", lambda f: f.profiler, "vLLM's profiler is not supported; remove --profiler-config"),
+    Refusal(
+        "encoder-only",
+        lambda f: f.encoder_only,
+        "running a model's encoder alone is not supported; remove --mm-encoder-only",
+    ),
+    Refusal(
+        "batch-invariant",
+        lambda f: f.batch_invariant,
+        "vLLM's batch-invariant kernels are not supported, and not needed: products run in fixed row tiles; "
+        "unset VLLM_BATCH_INVARIANT",
+    ),
+    Refusal(
+        "attention-backend",
+        lambda f: f.attention_backend not in (None, "CUSTOM"),
+        "the attention backend {facts.attention_backend} is not supported; remove --attention-backend",
+    ),
+    Refusal(
+        "gdn-prefill-backend",
+        lambda f: f.gdn_prefill_backend is not None,
+        "the GDN prefill backend {facts.gdn_prefill_backend} is not supported; remove --gdn-prefill-backend",
+    ),
+    Refusal(
+        "mamba-backend",
+        lambda f: f.mamba_backend != "triton",
+        "the Mamba backend {facts.mamba_backend} is not supported; remove --mamba-backend",
+    ),
+    Refusal(
+        "mamba-cache-dtype",
+        lambda f: f.is_hybrid and f.mamba_cache_dtype not in ("auto", f.dtype),
+        "a conv state of type {facts.mamba_cache_dtype} beside a {facts.dtype} model is not supported; "
+        "remove --mamba-cache-dtype",
+    ),
+    Refusal(
+        "stochastic-rounding",
+        lambda f: f.stochastic_rounding,
+        "stochastic rounding of the state is not supported; remove --enable-mamba-cache-stochastic-rounding",
+    ),
     Refusal("replayssm", lambda f: f.replayssm, "ReplaySSM is not supported; remove --use-replayssm"),
     Refusal(
         "kv-sharing-fast-prefill",

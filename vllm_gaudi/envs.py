@@ -9,6 +9,7 @@ Ordering rule: a value is read when it is asked for, so a test may set a variabl
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ def _positive_float(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if value <= 0:
+    if not (0 < value < math.inf):
         raise ValueError(f"{name}={text!r} is not a positive number")
     return value
 

@@ -29,6 +29,7 @@ ATTENTION_BACKEND = "vllm_gaudi.attention.backend.HPUAttentionBackend"
 WORKER = "vllm_gaudi.v1.worker.hpu_worker.HPUWorker"
 SCHEDULER = "vllm_gaudi.v1.core.sched.hpu_scheduler.HPUScheduler"
 ASYNC_SCHEDULER = "vllm_gaudi.v1.core.sched.hpu_async_scheduler.HPUAsyncScheduler"
+KV_CACHE_MANAGER = "vllm_gaudi.v1.core.gdn_checkpoint.GDNCheckpointManager"
 COMMUNICATOR = "vllm_gaudi.distributed.hpu_communicator.HpuCommunicator"
 
 
@@ -71,13 +72,12 @@ class HpuPlatform(Platform):
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
-        cache = vllm_config.cache_config
-        if vllm_config.model_config.is_hybrid and cache.enable_prefix_caching:
-            cache.enable_prefix_caching = False
-            logger.info("Prefix caching is off: it is not supported on a GDN hybrid yet")
-        if cache.mamba_cache_mode == "align" and not cache.enable_prefix_caching:
-            cache.mamba_cache_mode = "none"
-            cache.mamba_block_size = vllm_config.model_config.max_model_len
+
+    @classmethod
+    def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+
+        resolve_obj_by_qualname(KV_CACHE_MANAGER).register()
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
@@ -164,6 +164,8 @@ _used_memory = device.used_memory
 
 def _facts(config: VllmConfig) -> capabilities.Facts:
     """Plain values of a vLLM config, for the refusal table."""
+    import vllm.envs as vllm_envs
+
     from vllm_gaudi.attention.backend import block_size_granule
 
     model, cache, parallel, scheduler = (
@@ -185,6 +187,7 @@ def _facts(config: VllmConfig) -> capabilities.Facts:
         uses_mla=model.use_mla,
         sliding_window=model.get_sliding_window(),
         takes_multimodal_inputs=multimodal is not None and not multimodal.language_model_only,
+        encoder_only=multimodal is not None and multimodal.mm_encoder_only,
         prompt_embeds=model.enable_prompt_embeds,
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization,
@@ -209,6 +212,14 @@ def _facts(config: VllmConfig) -> capabilities.Facts:
         routed_experts_returned=model.enable_return_routed_experts,
         sampling_mask_returned=model.return_sampling_mask,
         watermark=config.watermark_config is not None,
+        diffusion=config.diffusion_config is not None,
+        profiler=config.profiler_config.profiler is not None,
+        batch_invariant=bool(vllm_envs.VLLM_BATCH_INVARIANT),
+        attention_backend=None if config.attention_config.backend is None else config.attention_config.backend.name,
+        gdn_prefill_backend=additional.get("gdn_prefill_backend"),
+        mamba_backend=config.mamba_config.backend.name.lower(),
+        mamba_cache_dtype=cache.mamba_cache_dtype,
+        stochastic_rounding=config.mamba_config.enable_stochastic_rounding,
         replayssm=cache.use_replayssm,
         kv_sharing_fast_prefill=cache.kv_sharing_fast_prefill,
         chunked_prefill=scheduler.enable_chunked_prefill,
@@ -217,7 +228,6 @@ def _facts(config: VllmConfig) -> capabilities.Facts:
         foreign_worker=None if parallel.worker_cls in ("auto", WORKER) else parallel.worker_cls,
         block_size=cache.block_size if cache.user_specified_block_size else None,
         block_size_granule=block_size_granule(),
-        prefix_caching=bool(cache.enable_prefix_caching),
         mamba_cache_mode=cache.mamba_cache_mode,
         prefix_match_unit=cache.prefix_match_unit,
         fine_grained_junctions=cache.enable_mamba_fine_grained_prefix_cache,
@@ -225,5 +235,5 @@ def _facts(config: VllmConfig) -> capabilities.Facts:
         contiguous_pa=bool(envs.get("VLLM_CONTIGUOUS_PA")),
         defragmenter=bool(envs.get("VLLM_DEFRAG")),
         lazy_mode=envs.get("PT_HPU_LAZY_MODE"),
-        unknown_additional_keys=tuple(sorted(set(additional) - set(CONFIG_KEYS))),
+        unknown_additional_keys=tuple(sorted(set(additional) - {*CONFIG_KEYS, "gdn_prefill_backend"})),
     )

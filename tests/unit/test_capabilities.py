@@ -47,6 +47,15 @@ TRIGGERS: dict[str, list[dict]] = {
     "routed-experts": [{"routed_experts_returned": True}],
     "sampling-mask": [{"sampling_mask_returned": True}],
     "watermark": [{"watermark": True}],
+    "diffusion": [{"diffusion": True}],
+    "profiler": [{"profiler": True}],
+    "encoder-only": [{"encoder_only": True}],
+    "batch-invariant": [{"batch_invariant": True}],
+    "attention-backend": [{"attention_backend": "FLASH_ATTN"}],
+    "gdn-prefill-backend": [{"gdn_prefill_backend": "triton"}],
+    "mamba-backend": [{"mamba_backend": "flashinfer"}],
+    "mamba-cache-dtype": [{"mamba_cache_dtype": "float16"}, {"mamba_cache_dtype": "bfloat16", "dtype": "float32"}],
+    "stochastic-rounding": [{"stochastic_rounding": True}],
     "replayssm": [{"replayssm": True}],
     "kv-sharing-fast-prefill": [{"kv_sharing_fast_prefill": True}],
     "chunked-prefill": [{"chunked_prefill": False}],
@@ -75,7 +84,9 @@ ALLOWED: list[dict] = [
     {"block_size": 896},
     {"block_size": 48, "block_size_granule": 16},
     {"mamba_cache_mode": "align"},
-    {"prefix_caching": True},
+    {"attention_backend": "CUSTOM"},
+    {"mamba_cache_dtype": "bfloat16"},
+    {"watermark": False, "v2_model_runner": False},
     {"is_hybrid": False, "hybrid_manager_disabled": True},
     {"is_hybrid": False, "compact_gdn": False},
     {"is_hybrid": False, "mamba_cache_mode": "all"},
@@ -107,15 +118,15 @@ def test_what_is_supported_passes(change):
 
 
 def test_every_fact_is_asked_about():
-    """A fact that no row looks at would be a refusal that was forgotten. ``prefix_caching`` waits for its issue."""
+    """A fact that no row looks at would be a refusal that was forgotten."""
     asked = {name for changes in TRIGGERS.values() for change in changes for name in change} | {"is_hybrid"}
-    assert {field.name for field in fields(Facts)} - asked == {"prefix_caching"}
+    assert {field.name for field in fields(Facts)} == asked
 
 
 @pytest.mark.parametrize(("name", "change"), CASES, ids=[f"{name}-{n}" for n, (name, _) in enumerate(CASES)])
 def test_a_sentence_names_a_flag_or_variable_and_is_complete(name, change):
     (sentence,) = refusals(replace(Facts(), **change))
-    variables = [variable for variable in envs.TABLE if variable in sentence]
+    variables = [variable for variable in (*envs.TABLE, "VLLM_BATCH_INVARIANT") if variable in sentence]
     assert variables or re.search(r"--[a-z]", sentence), sentence
     assert "{" not in sentence and "facts." not in sentence, sentence
 

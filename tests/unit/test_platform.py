@@ -51,6 +51,7 @@ def config_of(**changes: Any) -> SimpleNamespace:
             enable_return_routed_experts=False,
             return_sampling_mask=False,
             max_model_len=4096,
+            use_fp64_gumbel=False,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto",
@@ -63,6 +64,7 @@ def config_of(**changes: Any) -> SimpleNamespace:
             enable_prefix_caching=False,
             mamba_cache_mode="none",
             mamba_block_size=None,
+            mamba_cache_dtype="auto",
             prefix_match_unit=None,
             enable_mamba_fine_grained_prefix_cache=False,
         ),
@@ -94,6 +96,10 @@ def config_of(**changes: Any) -> SimpleNamespace:
         kv_transfer_config=None,
         ec_transfer_config=None,
         watermark_config=None,
+        diffusion_config=None,
+        profiler_config=SimpleNamespace(profiler=None),
+        attention_config=SimpleNamespace(backend=None),
+        mamba_config=SimpleNamespace(backend=SimpleNamespace(name="TRITON"), enable_stochastic_rounding=False),
         use_v2_model_runner=False,
         additional_config={},
     )
@@ -113,7 +119,10 @@ def snapshot(config: SimpleNamespace) -> dict[str, Any]:
 WIRES: list[tuple[dict[str, Any], str]] = [
     ({"model__architecture": "OPTForCausalLM"}, "architecture"),
     ({"model__runner_type": "pooling"}, "pooling"),
-    ({"model__multimodal_config": SimpleNamespace(language_model_only=False)}, "multimodal-inputs"),
+    (
+        {"model__multimodal_config": SimpleNamespace(language_model_only=False, mm_encoder_only=False)},
+        "multimodal-inputs",
+    ),
     ({"model__is_encoder_decoder": True}, "encoder-decoder"),
     ({"model__use_mla": True}, "mla"),
     ({"model__get_sliding_window": lambda: 128}, "sliding-window"),
@@ -150,6 +159,17 @@ WIRES: list[tuple[dict[str, Any], str]] = [
     ({"model__enable_return_routed_experts": True}, "routed-experts"),
     ({"model__return_sampling_mask": True}, "sampling-mask"),
     ({"watermark_config": "asked for"}, "watermark"),
+    ({"diffusion_config": "asked for"}, "diffusion"),
+    ({"profiler__profiler": "torch"}, "profiler"),
+    (
+        {"model__multimodal_config": SimpleNamespace(language_model_only=True, mm_encoder_only=True)},
+        "encoder-only",
+    ),
+    ({"attention__backend": SimpleNamespace(name="FLASH_ATTN")}, "attention-backend"),
+    ({"additional_config": {"gdn_prefill_backend": "triton"}}, "gdn-prefill-backend"),
+    ({"mamba__backend": SimpleNamespace(name="FLASHINFER")}, "mamba-backend"),
+    ({"cache__mamba_cache_dtype": "float16"}, "mamba-cache-dtype"),
+    ({"mamba__enable_stochastic_rounding": True}, "stochastic-rounding"),
     ({"cache__use_replayssm": True}, "replayssm"),
     ({"cache__kv_sharing_fast_prefill": True}, "kv-sharing-fast-prefill"),
     ({"scheduler__enable_chunked_prefill": False}, "chunked-prefill"),
@@ -167,6 +187,7 @@ VARIABLES = [
     ("VLLM_CONTIGUOUS_PA", "1", "contiguous-pa"),
     ("VLLM_DEFRAG", "1", "defragmenter"),
     ("PT_HPU_LAZY_MODE", "1", "lazy-mode"),
+    ("VLLM_BATCH_INVARIANT", "1", "batch-invariant"),
 ]
 
 
@@ -198,7 +219,7 @@ def test_every_row_has_its_wire():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model__multimodal_config": SimpleNamespace(language_model_only=True)},
+        {"model__multimodal_config": SimpleNamespace(language_model_only=True, mm_encoder_only=False)},
         {"cache__block_size": 24},  # not the user's: vLLM derives it later
         {"cache__user_specified_block_size": True, "cache__block_size": 48},
         {"additional_config": {"decode_batch_buckets": [1, 2]}},

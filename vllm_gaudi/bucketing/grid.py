@@ -74,7 +74,7 @@ class BucketGrid:
     ):
         chosen = dict(overrides or {})
         self.kernel_block = kernel_block
-        top_query = round_up(max_query, query_multiple)
+        top_query = round_up(min(max_query, max_context), query_multiple)
         row_blocks = -(-max_context // kernel_block)
         all_blocks = max(row_blocks, min(row_blocks * max_batch, max_blocks))
 
@@ -82,7 +82,9 @@ class BucketGrid:
             values = chosen.pop(key, None)
             return tuple(default) if values is None else explicit(key, values, multiple, highest)
 
-        self.prefill_batches = ladder("prefill_batch_buckets", sorted({1, min(4, max_batch)}), 1, min(4, max_batch))
+        # A batch of one is always there: the longest prompts share a forward with nobody.
+        batches = ladder("prefill_batch_buckets", (1, min(4, max_batch)), 1, min(4, max_batch))
+        self.prefill_batches = tuple(sorted({1, *batches}))
         self.prefill_queries = ladder(
             "prefill_query_buckets", doubling(query_multiple, top_query), query_multiple, top_query
         )

@@ -27,6 +27,8 @@ def explicit(name: str, values: Sequence[int], multiple: int, highest: int) -> t
 
     Raises ValueError that names ``name``, the value and the legal values.
     """
+    if not isinstance(values, (list, tuple)):
+        raise ValueError(f"{name} is {values!r}; it must be a list of positive multiples of {multiple}")
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0 or value % multiple:
             raise ValueError(f"{name} has {value!r}; every step must be a positive multiple of {multiple}")

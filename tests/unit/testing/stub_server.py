@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for `vllm serve` in the demo's tests: /health, and a chat endpoint that streams a fixed answer.
 
-    stub_server.py PORT [crash | never-healthy | chat-error]
+    stub_server.py PORT [crash | never-healthy | chat-error | no-hit | other-answer | other-logprobs]
 
 It also keeps a child process, as vLLM does, which must go away with it.
 """
@@ -38,14 +38,19 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         turn = len(request["messages"]) // 2
-        for piece in (*PIECES, str(turn)):
-            self.chunk([{"index": 0, "delta": {"content": piece}, "finish_reason": None}], None)
+        warm = "cache_salt" not in request
+        for piece in (*PIECES, "other" if MODE == "other-answer" and warm else str(turn)):
+            logprob = -0.5 - (1e-3 if MODE == "other-logprobs" and warm else 0)
+            logprobs = {"content": [{"token": piece, "logprob": logprob, "bytes": None, "top_logprobs": []}]}
+            choice = {"index": 0, "delta": {"content": piece}, "finish_reason": None, "logprobs": logprobs}
+            self.chunk([choice], None)
             time.sleep(0.01)
+        reused = turn - 1 if warm and MODE != "no-hit" else 0
         usage = {
             "prompt_tokens": 10 * turn,
             "completion_tokens": len(PIECES) + 1,
             "total_tokens": 10 * turn + len(PIECES) + 1,
-            "prompt_tokens_details": {"cached_tokens": turn - 1} if turn > 1 else None,
+            "prompt_tokens_details": {"cached_tokens": reused} if reused else None,
         }
         self.chunk([], usage)
         self.wfile.write(b"data: [DONE]\n\n")

@@ -81,6 +81,22 @@ def test_a_server_that_never_gets_healthy_is_given_up_and_ended(tmp_path):
     assert not is_running(child_of_stub(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("mode", "complaint"),
+    [
+        ("no-hit", "turn 2: nothing was reused"),
+        ("other-answer", "turn 1: the answer differs from a cold run by inf"),
+        ("other-logprobs", "turn 1: the answer differs from a cold run by 0.001"),
+    ],
+)
+def test_a_miss_or_a_difference_from_the_cold_run_fails_the_demo(tmp_path, mode, complaint):
+    process = start_demo(tmp_path, mode)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "phase 3/4 failed" in err and complaint in err
+    assert not is_running(child_of_stub(tmp_path))
+
+
 def test_an_api_error_names_the_chat_phase_and_the_turn(tmp_path):
     process = start_demo(tmp_path, "chat-error")
     out, err = process.communicate(timeout=60)
@@ -135,7 +151,11 @@ def test_a_vllm_outside_the_environment_is_started_with_this_python(tmp_path, mo
 
 
 def test_the_table_shows_unprintable_answers_on_one_line():
-    turn = demo.Turn(1, 100, 96, 0.25, 40.0, "two\nlines\x00 and more than fits into the column")
+    text = "two\nlines\x00 and more than fits into the column"
+    warm = demo.Answer(100, 96, 0.25, 40.0, text, ("two", "lines"), (-0.5, -0.25))
+    cold = demo.Answer(100, 0, 0.5, 40.0, text, ("two", "lines"), (-0.5, -0.25 + 1e-6))
+    turn = demo.Turn(1, warm, cold)
+    assert turn.verdict == "yes, to 1e-06"
     table = demo.format_table([turn])
     assert len(table.splitlines()) == 3
     assert "two.lines. and more" in table and table.endswith("...")

@@ -4,9 +4,11 @@
 Owns: the order of a step, which is its correctness argument:
 
     free before take        the request table hands slots back before it admits anyone
-    zero before read        fresh attention pages and admitted slots are overwritten with zeros before the forward
-    decode before admitted  an admitted request may hit a block that a decoding one fills in this step
-    forward before sample   logits come from rows that are final
+    zero before restore     a fresh attention page may have become a checkpoint's block within one scheduling pass
+    restore before read     the forward reads slots, never blocks
+    decode before admitted  an admitted request may hit an attention block that a decoding one fills in this step
+    forward before save     a checkpoint is the state after the step's last token
+    save before hand-on     the next step may give the block, or the hit on it, to another request
 
 Never: tensor arithmetic, a branch on the model's family, or padding.
 """
@@ -20,11 +22,17 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
 
 from vllm_gaudi import envs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS, BucketGrid, DecodeBucket, PrefillBucket
 from vllm_gaudi.models.linear import install_row_tiles
+from vllm_gaudi.v1.core.gdn_checkpoint import GDNCheckpointSpec
+from vllm_gaudi.v1.core.sched.block_size import check_groups
+from vllm_gaudi.v1.worker.gdn_checkpoint.layout import make_layout
+from vllm_gaudi.v1.worker.gdn_checkpoint.plan import plan_checkpoints
+from vllm_gaudi.v1.worker.gdn_checkpoint.store import GDNCheckpointStore, StateZeroer
 from vllm_gaudi.v1.worker.graphs import GraphRunner
 from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PadRows, RowTiles
 from vllm_gaudi.v1.worker.kv_cache import CacheGeometry, KVCaches
@@ -66,6 +74,8 @@ class HPUModelRunner:
         self.model: torch.nn.Module
         self.graphs: GraphRunner
         self.caches: KVCaches
+        self.store: StateZeroer
+        self.cached_groups: tuple[int, ...] = ()
         self.grid: BucketGrid
         self.slots: SlotPool
         self.requests: RequestTable
@@ -95,12 +105,13 @@ class HPUModelRunner:
         return self.vllm_config.compilation_config.static_forward_context
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """vLLM's specs by layer; a GDN layer's under the class that our block manager is registered for."""
         specs = {}
         for name, layer in self.layers.items():
             if hasattr(layer, "get_kv_cache_spec"):
                 spec = layer.get_kv_cache_spec(self.vllm_config)
                 if spec is not None:
-                    specs[name] = spec
+                    specs[name] = GDNCheckpointSpec.of(spec) if isinstance(spec, MambaSpec) else spec
         return specs
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
@@ -114,6 +125,7 @@ class HPUModelRunner:
             self.device,
             poison=envs.get("VLLM_GAUDI_POISON"),
         )
+        self._build_store(kv_cache_config)
         self.slots = SlotPool(self.max_num_seqs)
         self.requests = RequestTable(self.slots, geometry.num_groups, self.max_model_len)
         additional = self.vllm_config.additional_config
@@ -138,6 +150,26 @@ class HPUModelRunner:
             device=self.device,
         )
         self.sampling = SamplingState(self.vllm_config, self.device, self.max_num_seqs, self.max_model_len)
+
+    def _build_store(self, kv_cache_config: KVCacheConfig) -> None:
+        """A checkpoint store where GDN blocks are cached, plain zeroing elsewhere."""
+        caches, geometry = self.caches, self.caches.geometry
+        tensors = (caches.k, caches.v, caches.conv, caches.ssm)
+        self.cached_groups = geometry.gdn_groups if self.vllm_config.cache_config.enable_prefix_caching else ()
+        if not self.cached_groups:
+            self.store = StateZeroer(geometry.num_blocks, *tensors)
+            return
+        check_groups(kv_cache_config)
+        layout = make_layout(
+            state=caches.state_shape,
+            block_size=geometry.block_size,
+            num_blocks=geometry.num_blocks,
+            page_bytes=geometry.page_bytes,
+            group_ids=geometry.gdn_groups,
+            group_sizes=[len(names) for names in geometry.gdn_layers],
+            num_positions=len(geometry.attention_layers),
+        )
+        self.store = GDNCheckpointStore(layout, *tensors)
 
     @torch.inference_mode()
     def profile_run(self, bucket: PrefillBucket | DecodeBucket | None = None) -> None:
@@ -166,8 +198,8 @@ class HPUModelRunner:
             raise RuntimeError("execute_model is called again before sample_tokens")
         self._forget(scheduler_output.finished_req_ids)
         step = self.requests.apply(scheduler_output)
-        self.caches.zero_blocks(step.fresh_blocks)
-        self.caches.zero_state_rows(step.slots[step.admitted])
+        plan = plan_checkpoints(step, self.caches.geometry.block_size, self.cached_groups)
+        self.store.before_forward(plan)
         if step.is_empty:
             return EMPTY_MODEL_RUNNER_OUTPUT
         logits: list[torch.Tensor] = []
@@ -180,6 +212,7 @@ class HPUModelRunner:
             if sampling:
                 logits.append(self._logits_of(inputs, hidden, sampling))
                 req_ids += [step.req_ids[inputs.members[n]] for n in sampling]
+        self.store.after_forward(plan)
         self._pending = PendingStep(
             scheduler_output=scheduler_output,
             step=step,
@@ -241,9 +274,10 @@ class HPUModelRunner:
             last = min(end, request.num_prompt - 1)  # the last position that has a next prompt token
             if last > start:
                 first_row = n * inputs.attn.query
-                rows = torch.arange(first_row, first_row + last - start, device=self.device)
+                rows = torch.arange(first_row, first_row + inputs.attn.query, device=self.device)
                 targets = torch.from_numpy(request.tokens[start + 1 : last + 1].astype(np.int64)).to(self.device)
-                chunk = self.sampling.score_prompt(self.graphs.logits(hidden, rows), targets, num_logprobs)
+                logits = self.graphs.logits(hidden, rows)[: last - start]
+                chunk = self.sampling.score_prompt(logits, targets, num_logprobs)
                 self.prompt_logprobs.fill(request, start, chunk, num_logprobs)
             if end >= request.num_prompt:
                 finished[request.req_id] = self.prompt_logprobs.take(request, num_logprobs)

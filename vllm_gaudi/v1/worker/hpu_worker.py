@@ -165,6 +165,8 @@ class HPUWorker(WorkerBase):
             self.model_config.max_model_len,
         )
 
+        logger.info("%s", self.model_runner.store.describe())
+
     def compile_or_warm_up_model(self) -> CompilationTimes:
         device.set_graph_defaults()
         start = time.perf_counter()
@@ -205,8 +207,20 @@ class HPUWorker(WorkerBase):
     def reset_encoder_cache(self) -> None:
         """There is none: multimodal inputs are refused."""
 
-    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
-        raise NotImplementedError("the profiler RPC is not supported; use torch.profiler around the engine")
+    def profile(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("the profiler is not supported; use torch.profiler around the engine")
+
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("sleep mode is not supported; stop the engine and start it again")
+
+    def wake_up(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM resumes its scheduler after this; there is nothing of the worker's to bring back."""
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("reloading weights is not supported; start a new engine")
+
+    def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("saving sharded state is not supported; load the original checkpoint")
 
     def take_draft_token_ids(self) -> Any:
         return None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors behind the cache: attention pages by position, live GDN state by layer and slot.
 
-Owns: allocation, binding to the layers, zeroing by writing, and what it all costs in bytes.
-Never: which rows a step zeroes or reads (``requests`` and the plan say so), or checkpoints.
+Owns: allocation, binding to the layers, the reserved rows, and what it all costs in bytes.
+Never: what a step zeroes or moves (``gdn_checkpoint``).
 
-Ordering rule: zeroing comes before anything of the same step reads or writes the rows.
+Ordering rule: the reserved rows are zeroed by writing after the last run on pads and before the first request.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi.v1.core.sched.block_size import attention_block_size, gdn_chunk_size, is_gdn_group
+from vllm_gaudi.v1.worker.gdn_checkpoint.layout import StateShape
 
 NUM_RESERVED_ROWS = 2
 """State rows after the slots: ZERO (never written, read by pads) and TRASH (never read, written by pads)."""
@@ -155,37 +156,19 @@ class KVCaches:
             self.zero_reserved()
 
     @property
+    def state_shape(self) -> StateShape:
+        """Shape of one GDN layer's live state; all layers are alike."""
+        conv, ssm = self.conv[0], self.ssm[0]
+        return StateShape(tuple(conv.shape[1:]), conv.element_size(), tuple(ssm.shape[1:]), ssm.element_size())
+
+    @property
     def state_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.conv, *self.ssm))
 
-    def zero_blocks(self, block_ids: np.ndarray) -> None:
-        """Write zeros over the K and V pages of blocks [Z] int32, at every position."""
-        if not len(block_ids):
-            return
-        per_block = self.geometry.kernel_blocks_per_block
-        kernel_ids = (block_ids[:, None] * per_block + np.arange(per_block, dtype=np.int32)).reshape(-1)
-        self._fill(self.k, kernel_ids)
-        self._fill(self.v, kernel_ids)
-
-    def zero_state_rows(self, rows: np.ndarray) -> None:
-        """Write zeros over state rows [n] int32 of every GDN layer."""
-        if len(rows) and self.conv:
-            self._fill(self.conv, rows)
-            self._fill(self.ssm, rows)
-
     def zero_reserved(self) -> None:
-        """Write zeros over what pads read and write: the spare kernel block, the null block, ZERO and TRASH."""
-        self.zero_blocks(np.zeros(1, np.int32))
-        spare = np.array([self.geometry.spare_block], np.int32)
-        self._fill(self.k, spare)
-        self._fill(self.v, spare)
-        self.zero_state_rows(np.array([self.zero_row, self.trash_row], np.int32))
-
-    @staticmethod
-    def _fill(tensors: Sequence[torch.Tensor], rows: np.ndarray) -> None:
-        """Zero ``rows`` of each tensor; the count is padded to a power of two by repeating the last row."""
-        padded = np.full(1 << int(len(rows) - 1).bit_length(), rows[-1], dtype=np.int64)
-        padded[: len(rows)] = rows
-        index = torch.from_numpy(padded).to(tensors[0].device, non_blocking=True)
-        for tensor in tensors:
-            tensor.index_fill_(0, index, 0)
+        """Write zeros over what pads read and write: null block, spare kernel block, ZERO and TRASH."""
+        for tensor in (*self.k, *self.v):
+            tensor[: self.geometry.kernel_blocks_per_block].zero_()
+            tensor[self.geometry.spare_block :].zero_()
+        for tensor in (*self.conv, *self.ssm):
+            tensor[self.zero_row :].zero_()

@@ -99,6 +99,8 @@ class RequestTable:
         cached = output.scheduled_cached_reqs
         if output.kv_cache_block_copies:
             raise RuntimeError("the scheduler asks for block copies (partial-block hits), which are refused at start")
+        if output.block_table_updates:
+            raise RuntimeError("the scheduler rewrites block tables (HiSparse), which is not supported")
         if output.scheduled_spec_decode_tokens:
             raise RuntimeError("the scheduler sends draft tokens, but speculative decoding is refused at start")
         self._release(output.finished_req_ids, (output.preempted_req_ids or set()) | cached.resumed_req_ids)

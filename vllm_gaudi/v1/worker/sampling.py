@@ -50,7 +50,7 @@ class SamplingState:
         processors = model_config.logits_processors or ()
         self._device = device
         self._vocab_size = model_config.get_vocab_size()
-        self.sampler = Sampler(logprobs_mode=model_config.logprobs_mode)
+        self.sampler = Sampler(logprobs_mode=model_config.logprobs_mode, use_fp64_gumbel=model_config.use_fp64_gumbel)
         self._wants_raw_logits = model_config.logprobs_mode in ("raw_logits", "processed_logits")
         self._batch = InputBatch(
             max_num_reqs=max_num_reqs,
@@ -129,6 +129,10 @@ class SamplingState:
                 self._batch.add_request(self._state_of(table[req_id]))
                 self._row_admission[req_id] = admission
         self._batch.condense()
+        allowed = self._batch.allowed_token_ids_mask_cpu_tensor
+        if allowed is not None:
+            # vLLM moves a row's mask and leaves a copy behind, which would bind the next request in that row.
+            allowed[self._batch.num_reqs :] = False
         self._batch.refresh_metadata()
 
     def _state_of(self, request: RequestState) -> CachedRequestState:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -163,35 +162,6 @@ class TestTensors:
     def test_without_poison_and_on_plain_attention_everything_starts_as_zero(self, kv_config, poison):
         caches, _ = build(kv_config, poison)
         assert not any(tensor.any() for tensor in tensors_of(caches))
-
-    @pytest.mark.parametrize("blocks", [[], [3], [1, 4], [2, 3, 4], [4, 1, 3], [1, 2, 3, 4, 0]])
-    def test_zeroing_blocks_writes_nan_away_and_touches_nothing_else(self, blocks):
-        caches, _ = build()
-        for tensor in tensors_of(caches):
-            tensor.fill_(float("nan"))
-        caches.zero_blocks(np.array(blocks, np.int32))
-        kernel_blocks = {2 * block + half for block in blocks for half in (0, 1)}
-        for tensor in (*caches.k, *caches.v):
-            for row in range(11):
-                assert not tensor[row].any() if row in kernel_blocks else tensor[row].isnan().all(), row
-        assert all(tensor.isnan().all() for tensor in (*caches.conv, *caches.ssm))
-
-    @pytest.mark.parametrize("rows", [[], [0], [2, 0], [0, 1, 2]])
-    def test_zeroing_state_rows_writes_nan_away_and_touches_nothing_else(self, rows):
-        caches, _ = build()
-        for tensor in tensors_of(caches):
-            tensor.fill_(float("nan"))
-        caches.zero_state_rows(np.array(rows, np.int32))
-        for tensor in (*caches.conv, *caches.ssm):
-            for row in range(NUM_SLOTS + NUM_RESERVED_ROWS):
-                assert not tensor[row].any() if row in rows else tensor[row].isnan().all(), row
-        assert all(tensor.isnan().all() for tensor in (*caches.k, *caches.v))
-
-    def test_zeroing_state_rows_of_a_model_without_any_is_nothing(self):
-        caches, _ = build(PLAIN)
-        caches.k[0].fill_(7)
-        caches.zero_state_rows(np.array([0, 1], np.int32))
-        assert (caches.k[0] == 7).all()
 
     def test_reserved_rows_are_zeroed_in_place(self):
         caches, layers = build()

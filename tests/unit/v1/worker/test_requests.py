@@ -447,7 +447,6 @@ class TestRefused:
         with pytest.raises(RuntimeError, match="draft tokens"):
             world.step(records.output({}, scheduled_spec_decode_tokens={"a": [1]}))
 
-    @pytest.mark.xfail(reason="block_table_updates are ignored; vLLM 0.30's V1 scheduler never sends any")
     def test_replaced_block_tables(self, world, records):
         world.step(records.output({"a": 1}, new=(records.new("a", [1]),)))
         with pytest.raises(RuntimeError, match="block"):
@@ -467,7 +466,7 @@ def output(scheduled, new=(), finished=(), preempted=(), resumed=()):
                block_ids=([1],)) for r in new]
     return N(scheduled_cached_reqs=cached, scheduled_new_reqs=fresh, num_scheduled_tokens={r: 2 for r in scheduled},
              finished_req_ids=set(finished), preempted_req_ids=set(preempted), kv_cache_block_copies=None,
-             scheduled_spec_decode_tokens={}, new_block_ids_to_zero=None)
+             block_table_updates=None, scheduled_spec_decode_tokens={}, new_block_ids_to_zero=None)
 
 names = [f"request-{i}" for i in range(8)]
 table = RequestTable(SlotPool(8), 1, 64)

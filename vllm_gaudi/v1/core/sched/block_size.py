@@ -33,3 +33,39 @@ def attention_block_size(kv_cache_config: Any) -> int:
             "exactly one; use a model whose attention layers are all alike"
         )
     return sizes[0]
+
+
+def check_groups(kv_cache_config: Any) -> int:
+    """B, where GDN blocks are cached: every group must have blocks of it.
+
+    Raises RuntimeError on groups of different block sizes and on vLLM's opt-in Mamba features that resume mid-block.
+    """
+    block_size = attention_block_size(kv_cache_config)
+    for g, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if spec.block_size != block_size:
+            raise RuntimeError(
+                f"KV cache group {g} has blocks of {spec.block_size} tokens and the attention group of {block_size}: a "
+                "checkpoint needs one block size for all; remove --mamba-block-size"
+            )
+        if is_gdn_group(group) and spec.num_prefill_checkpoint_blocks > 0:
+            raise RuntimeError(
+                f"KV cache group {g} reserves {spec.num_prefill_checkpoint_blocks} prefill checkpoint blocks, which "
+                "resume off a boundary; use a model whose GDN layers ask for none, or --no-enable-prefix-caching"
+            )
+        if is_gdn_group(group) and spec.num_speculative_blocks > 0:
+            raise RuntimeError(
+                f"KV cache group {g} reserves {spec.num_speculative_blocks} speculative blocks; remove "
+                "--speculative-config"
+            )
+    return block_size
+
+
+def checkpoint_bytes(kv_cache_config: Any) -> int:
+    """Bytes of one boundary's checkpoint on one rank: the unpadded state of every GDN layer."""
+    return sum(
+        len(group.layer_names) * math.prod(shape) * dtype.itemsize
+        for group in kv_cache_config.kv_cache_groups
+        if is_gdn_group(group)
+        for shape, dtype in zip(group.kv_cache_spec.shapes, group.kv_cache_spec.dtypes, strict=True)
+    )

@@ -151,9 +151,21 @@ class TestMixin:
 
         monkeypatch.setattr(Scheduler, "_mamba_block_aligned_split", split)
         scheduler._caches_gdn_blocks = True
+        scheduler.cache_config = SimpleNamespace(block_size=16)
         request = self.request(0, 100)
         assert scheduler._mamba_block_aligned_split(request, 50, 16, 0) == 32  # 16 + 40 tokens end at 56, cut to 48
         assert seen == [(request, 50, 16, 0)]
+
+    def test_a_prompt_of_whole_blocks_stops_at_its_last_usable_boundary(self, scheduler, monkeypatch):
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        monkeypatch.setattr(Scheduler, "_mamba_block_aligned_split", lambda self, request, tokens, *_: tokens)
+        scheduler._caches_gdn_blocks = True
+        scheduler.cache_config = SimpleNamespace(block_size=16)
+        assert scheduler._mamba_block_aligned_split(self.request(0, 48), 48) == 32
+        assert scheduler._mamba_block_aligned_split(self.request(32, 48), 16) == 16
+        assert scheduler._mamba_block_aligned_split(self.request(0, 49), 49) == 48
+        assert scheduler._mamba_block_aligned_split(self.request(0, 16), 16) == 16
 
 
 def test_another_signature_of_vllms_split_is_found_at_import(monkeypatch):

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save and restore of GDN checkpoints against a plain memcpy of the same bytes, in the same run.
+
+    python benchmarks/bench_checkpoint.py [--layers 8] [--repeats 7] [--json FILE]
+
+Owns: the layer shapes of three target models and the table. Prints, per model and number of requests, the ratio of the
+memcpy's time to the store's (1.0: as fast as memcpy), median over the repeats with the smallest and largest; store and
+memcpy alternate. Fewer layers than the real models have, so that pages and slots fit a small machine; each layer is
+full size. Never asserts a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from vllm_gaudi.v1.worker.gdn_checkpoint.layout import StateShape, make_layout
+from vllm_gaudi.v1.worker.gdn_checkpoint.plan import RowCopies
+from vllm_gaudi.v1.worker.gdn_checkpoint.store import GDNCheckpointStore
+
+GROUPS = 3
+KERNEL_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Model:
+    """One layer, TP-local; bf16 pages and conv tail, fp32 SSM state."""
+
+    name: str
+    block_size: int  # tokens
+    kv_heads: int
+    conv_dim: int
+    v_heads: int
+    head: int = 256  # of attention
+    dim: int = 128  # of a GDN head, k and v
+
+
+MODELS = (
+    Model("Qwen3.6-27B TP4", block_size=896, kv_heads=1, conv_dim=2560, v_heads=12),
+    Model("Qwen3.6-35B-A3B TP1", block_size=1152, kv_heads=2, conv_dim=8192, v_heads=32),
+    Model("Qwen3.5-397B-A17B TP8", block_size=640, kv_heads=1, conv_dim=1536, v_heads=8),
+)
+REQUESTS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Row:
+    model: str
+    direction: str
+    requests: int
+    megabytes: float
+    median_ratio: float
+    lowest_ratio: float
+    highest_ratio: float
+
+
+def build(model: Model, layers: int, slots: int) -> GDNCheckpointStore:
+    """A store over ``layers`` GDN layers in three groups, with as many blocks as ``slots`` checkpoints need."""
+    per_group = layers // GROUPS
+    num_blocks = GROUPS * slots + 1
+    kernel_blocks = num_blocks * model.block_size // KERNEL_BLOCK + 1
+    page = (kernel_blocks, KERNEL_BLOCK, model.kv_heads, model.head)
+    k = [torch.zeros(page, dtype=torch.bfloat16) for _ in range(per_group)]
+    v = [torch.zeros(page, dtype=torch.bfloat16) for _ in range(per_group)]
+    conv = [torch.randn(slots + 2, 3, model.conv_dim).to(torch.bfloat16) for _ in range(layers)]
+    ssm = [torch.randn(slots + 2, model.v_heads, model.dim, model.dim) for _ in range(layers)]
+    layout = make_layout(
+        state=StateShape((3, model.conv_dim), 2, (model.v_heads, model.dim, model.dim), 4),
+        block_size=model.block_size,
+        num_blocks=num_blocks,
+        page_bytes=2 * model.block_size * model.kv_heads * model.head * 2,
+        group_ids=range(GROUPS),
+        group_sizes=[per_group] * GROUPS,
+        num_positions=per_group,
+    )
+    return GDNCheckpointStore(layout, k, v, conv, ssm)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure(store: GDNCheckpointStore, requests: int, repeats: int, model: str) -> list[Row]:
+    slots = np.arange(requests, dtype=np.int32)
+    blocks = 1 + np.arange(GROUPS * requests, dtype=np.int32).reshape(GROUPS, requests)
+    copies = RowCopies(slots, blocks)
+    num_bytes = requests * store.layout.checkpoint_bytes
+    source = torch.randint(0, 9, (num_bytes // 4,), dtype=torch.int32)
+    target = torch.zeros_like(source)
+    rows = []
+    for direction, move in (("save", store.save), ("restore", store.restore)):
+        move(copies)  # touches every page once, as memcpy's target is touched above
+        ratios = []
+        for _ in range(repeats):
+            plain = seconds(lambda: target.copy_(source))
+            ours = seconds(lambda move=move: move(copies))  # type: ignore[misc]
+            ratios.append(plain / ours)
+        rows.append(
+            Row(model, direction, requests, num_bytes / 1e6, statistics.median(ratios), min(ratios), max(ratios))
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--layers", type=int, default=6, help="GDN layers, a multiple of three")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", help="also write the rows to this file")
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    for model in tqdm(MODELS, desc="Models", unit="model"):
+        store = build(model, arguments.layers, max(REQUESTS))
+        for requests in tqdm(REQUESTS, desc=model.name, unit="size", leave=False):
+            rows += measure(store, requests, arguments.repeats, model.name)
+        del store
+    threads = torch.get_num_threads()
+    print(f"{threads} thread(s), {arguments.layers} layers, median of {arguments.repeats} (lowest..highest)")
+    print("| model | direction | requests | MB | memcpy time / store time |")
+    print("|---|---|---:|---:|---:|")
+    for row in rows:
+        print(
+            f"| {row.model} | {row.direction} | {row.requests} | {row.megabytes:.1f} | "
+            f"{row.median_ratio:.2f} ({row.lowest_ratio:.2f}..{row.highest_ratio:.2f}) |"
+        )
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump([asdict(row) for row in rows], file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How checkpoint bytes move: rows of int32 words, copied or zeroed in place by two custom ops.
+
+Owns: ``torch.ops.vllm_gaudi.copy_rows_`` and ``zero_rows_``, their CPU and HPU kernels, their fake implementation.
+Never: which rows (the plan says so), dtypes other than int32 (views are made once, by the store), compiled graphs:
+the ops are opaque to torch.compile and run eagerly between forwards.
+
+int32 because a copy of words is exact for every dtype and NaN payload, which arithmetic on floats is not (x * 1 quiets
+a signalling NaN, x + 0 loses the sign of -0, 0 * NaN is NaN); and because Gaudi's compiler rejects writes through
+views that change the dtype.
+
+Ordering rule: all pairs of one call act as one simultaneous copy; source and destination never share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_library = torch.library.Library("vllm_gaudi", "DEF")
+_library.define("copy_rows_(Tensor(a!)[] dst, Tensor[] src, Tensor dst_rows, Tensor src_rows) -> ()")
+_library.define("zero_rows_(Tensor(a!)[] dst, Tensor rows) -> ()")
+
+
+def copy_rows_(
+    dst: Sequence[torch.Tensor], src: Sequence[torch.Tensor], dst_rows: torch.Tensor, src_rows: torch.Tensor
+) -> None:
+    """``dst[i][dst_rows[n]] = src[i][src_rows[n]]`` for every i and n.
+
+    dst  [P_i, W_i] int32 each, mutated; rows may be strided views, words of a row are contiguous
+    src  [Q_i, W_i] int32 each, sharing no memory with dst
+    dst_rows, src_rows  [N] int32 on the tensors' device, in range; equal destinations only with equal sources
+
+    Raises ValueError when counts, widths, dtypes or lengths disagree.
+    """
+    _check(dst, src, dst_rows, src_rows)
+    torch.ops.vllm_gaudi.copy_rows_(list(dst), list(src), dst_rows, src_rows)
+
+
+def zero_rows_(dst: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
+    """Write zeros over rows [N] int32 of every ``dst[i]`` [P_i, W_i] int32, whatever stood there (0 * NaN is NaN)."""
+    torch.ops.vllm_gaudi.zero_rows_(list(dst), rows)
+
+
+def _check(
+    dst: Sequence[torch.Tensor], src: Sequence[torch.Tensor], dst_rows: torch.Tensor, src_rows: torch.Tensor
+) -> None:
+    if len(dst) != len(src):
+        raise ValueError(f"{len(dst)} destinations for {len(src)} sources")
+    if dst_rows.shape != src_rows.shape or dst_rows.dim() != 1:
+        raise ValueError(f"row lists of shapes {tuple(dst_rows.shape)} and {tuple(src_rows.shape)}; need two equal [N]")
+    for i, (to, of) in enumerate(zip(dst, src, strict=True)):
+        if to.dtype != torch.int32 or of.dtype != torch.int32 or to.shape[1] != of.shape[1]:
+            raise ValueError(
+                f"pair {i}: {to.dtype} rows of {to.shape[1]} words from {of.dtype} rows of {of.shape[1]}; need int32 "
+                "rows of equal width"
+            )
+
+
+# CPU: the rows are in host memory, so each pair is one memcpy. A pad repeats its neighbour and is skipped.
+
+
+def _copy_rows_cpu(
+    dst: list[torch.Tensor], src: list[torch.Tensor], dst_rows: torch.Tensor, src_rows: torch.Tensor
+) -> None:
+    pairs = list(dict.fromkeys(zip(dst_rows.numpy(), src_rows.numpy(), strict=True)))
+    for to, of in zip(dst, src, strict=True):
+        torch._foreach_copy_([to[d] for d, _ in pairs], [of[s] for _, s in pairs])
+
+
+def _zero_rows_cpu(dst: list[torch.Tensor], rows: torch.Tensor) -> None:
+    distinct = list(dict.fromkeys(rows.numpy()))
+    for to in dst:
+        for row in distinct:
+            to[row].zero_()
+
+
+# HPU: rows are known to the device only; gather, then scatter, both of fixed shape.
+
+
+def _copy_rows_hpu(
+    dst: list[torch.Tensor], src: list[torch.Tensor], dst_rows: torch.Tensor, src_rows: torch.Tensor
+) -> None:
+    for to, of in zip(dst, src, strict=True):
+        to.index_copy_(0, dst_rows, of.index_select(0, src_rows))
+
+
+def _zero_rows_hpu(dst: list[torch.Tensor], rows: torch.Tensor) -> None:
+    for to in dst:
+        to.index_copy_(0, rows, to.new_zeros((rows.shape[0], to.shape[1])))
+
+
+def _copy_rows_fake(
+    dst: list[torch.Tensor], src: list[torch.Tensor], dst_rows: torch.Tensor, src_rows: torch.Tensor
+) -> None:
+    return
+
+
+def _zero_rows_fake(dst: list[torch.Tensor], rows: torch.Tensor) -> None:
+    return
+
+
+_library.impl("copy_rows_", _copy_rows_cpu, "CPU")
+_library.impl("zero_rows_", _zero_rows_cpu, "CPU")
+_library.impl("copy_rows_", _copy_rows_hpu, "HPU")
+_library.impl("zero_rows_", _zero_rows_hpu, "HPU")
+torch.library.register_fake("vllm_gaudi::copy_rows_", _copy_rows_fake, lib=_library)
+torch.library.register_fake("vllm_gaudi::zero_rows_", _zero_rows_fake, lib=_library)
