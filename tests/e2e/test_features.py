@@ -648,9 +648,6 @@ class TestLLM:
         assert llm.generate([{"prompt_token_ids": prompt_of(9)}], text_params(), use_tqdm=False)[0].finished
 
     @pytest.mark.parametrize("method", ["sleep", "reload_weights", "save_sharded_state"])
-    @pytest.mark.xfail(
-        strict=True, reason="fault: the worker has no such method, so nobody says that it is not supported"
-    )
     def test_llm_says_what_the_worker_does_not_support(self, llm, method):
         with pytest.raises(Exception, match="not supported"):
             llm.collective_rpc(method)

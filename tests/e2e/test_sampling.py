@@ -277,19 +277,10 @@ def test_every_parameter_at_once_while_requests_come_and_go(opened):
     assert run_staggered(opened, {**cases, "bad-words": with_bad_words(opened, PROMPT), "plain": Rules()}) == []
 
 
-STALE_MASK = pytest.mark.xfail(
-    strict=True,
-    reason="fault of vLLM's InputBatch: condense() leaves the mask of allowed tokens in the row that moved away, and "
-    "the next request without allowed_token_ids that takes this row is bound by it",
-)
-
-
-@STALE_MASK
 def test_every_parameter_and_allowed_tokens_at_once(opened):
     assert run_staggered(opened, CASES) == []
 
 
-@STALE_MASK
 def test_allowed_tokens_of_one_request_do_not_bind_the_next_in_its_row(opened):
     """The smallest case: row 0 ends, row 1 with allowed tokens moves there, and a free request takes row 1."""
     restricted = CASES["allowed-tokens"]
