@@ -26,7 +26,7 @@ from vllm_gaudi.testing.checkpoints import VOCAB_SIZE
 from vllm_gaudi.testing.engine import Engine, engine, greedy
 
 PROMPT = [10 + (i * i * 7 + i * 13) % 480 for i in range(50)]
-REFUSED = (VLLMValidationError, ValueError, TypeError, AttributeError)
+REFUSED = (VLLMValidationError, ValueError, TypeError)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
@@ -41,14 +41,20 @@ def opened(shelf, is_async) -> Iterator[Engine]:
     before = it.generate([PROMPT], greedy(6))[0].tokens
     beside = it.add(PROMPT, greedy(12))
     it.step()
+    yield it
+    it.run([beside])
+    assert it.take(beside).tokens[:6] == before
+    assert it.generate([PROMPT], greedy(6))[0].tokens == before
+
+
+def refuse_and_serve(shelf: Any, is_async: bool, pattern: str, prompt: list[int], params: SamplingParams) -> None:
+    """As ``refuse``, on an engine that is given up afterwards, since today the bad request gets into a step."""
+    it = shelf("q35_dense", skip_tokenizer_init=False, async_scheduling=is_async)
     try:
-        yield it
-        it.run([beside])
-        assert it.take(beside).tokens[:6] == before
-        assert it.generate([PROMPT], greedy(6))[0].tokens == before
-    except BaseException:
+        refuse(it, pattern, lambda: it.generate([prompt], params))
+        assert len(it.generate([PROMPT], greedy(3))[0].tokens) == 3
+    finally:
         shelf.clear()
-        raise
 
 
 def refuse(it: Engine, pattern: str, add: Callable[[], Any]) -> None:
@@ -78,11 +84,11 @@ def test_bad_prompt(opened, name):
 
 @pytest.mark.xfail(
     strict=True,
-    reason="fault of vLLM's bound (the tokenizer's size, not the largest id): the first id beyond the vocabulary gets to "
-    "the worker and ends the engine with 'index out of range in self'",
+    reason="fault of vLLM's bound (the tokenizer's size, not the largest id): the first id beyond the vocabulary gets "
+    "to the worker and ends the engine with 'index out of range in self'",
 )
-def test_the_first_token_id_beyond_the_vocabulary(opened):
-    refuse(opened, "vocabulary", lambda: opened.generate([[5, VOCAB_SIZE]], greedy(2)))
+def test_the_first_token_id_beyond_the_vocabulary(shelf, is_async):
+    refuse_and_serve(shelf, is_async, "vocabulary", [5, VOCAB_SIZE], greedy(2))
 
 
 def test_the_longest_prompt_is_read(opened):
@@ -149,9 +155,9 @@ REACHES_THE_WORKER: dict[str, dict[str, Any]] = {
 @pytest.mark.xfail(
     strict=True, reason="fault: neither vLLM nor validate_request looks at it, and the worker raises inside a step"
 )
-def test_bad_sampling_value_that_reaches_the_worker(opened, name):
+def test_bad_sampling_value_that_reaches_the_worker(shelf, is_async, name):
     params = SamplingParams(**{"temperature": 0, "detokenize": False, **REACHES_THE_WORKER[name]})
-    refuse(opened, ".", lambda: opened.generate([PROMPT], params))
+    refuse_and_serve(shelf, is_async, ".", PROMPT, params)
 
 
 @pytest.mark.parametrize("seed", [0, -5, 2**63, 2**64 - 1, -(2**63)])
@@ -260,8 +266,8 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no-config": (lambda d: (d / "config.json").unlink(), "Invalid repository ID or local directory"),
     "broken-config": (lambda d: (d / "config.json").write_text("{"), "not a valid JSON file"),
     "unsupported-architecture": (
-        config(architectures=["GPT2LMHeadModel"]),
-        "vllm_gaudi refuses.*GPT2LMHeadModel is not supported; pass --model",
+        config(architectures=["Qwen2ForCausalLM"]),
+        "vllm_gaudi refuses.*Qwen2ForCausalLM is not supported; pass --model",
     ),
     "unknown-architecture": (config(architectures=["NoSuchModel"]), "NoSuchModel"),
     "unknown-model-type": (config(model_type="no_such_type"), "no_such_type"),
@@ -312,25 +318,18 @@ STARTS: dict[str, tuple[dict[str, Any], str]] = {
     "too-long-a-context": ({"max_model_len": 10**5}, "max_model_len"),
     "more-sequences-than-tokens": ({"max_num_seqs": 300, "max_num_batched_tokens": 200}, "max_num_seqs"),
     "heads-over-three-ranks": ({"tensor_parallel_size": 3}, "divisible by tensor parallel size"),
-    "bucket-text": ({"additional_config": {"decode_batch_buckets": "x"}}, "decode_batch_buckets has 'x'"),
+    "bucket-text": ({"additional_config": {"decode_batch_buckets": "x"}}, "decode_batch_buckets is 'x'"),
     "bucket-zero": ({"additional_config": {"decode_batch_buckets": [0]}}, "decode_batch_buckets has 0"),
     "bucket-fraction": ({"additional_config": {"decode_block_buckets": [1.5]}}, "decode_block_buckets has 1.5"),
     "bucket-off-the-grid": (
         {"additional_config": {"prefill_query_buckets": [7]}},
         "prefill_query_buckets has 7; every step must be a positive multiple of 64",
     ),
-    "bucket-number": ({"additional_config": {"decode_batch_buckets": 4}}, "decode_batch_buckets"),
+    "bucket-number": ({"additional_config": {"decode_batch_buckets": 4}}, "decode_batch_buckets is 4"),
 }
-UNCLEAR = {"bucket-number": "fault: TypeError: 'int' object is not iterable"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=UNCLEAR[name])) if name in UNCLEAR else name
-        for name in STARTS
-    ],
-)
+@pytest.mark.parametrize("name", STARTS)
 def test_bad_start(checkpoint, shelf, name):
     shelf.clear()
     flags, pattern = STARTS[name]
@@ -348,16 +347,9 @@ ENVIRONMENT: dict[str, tuple[str, str, str]] = {
     "poison": ("VLLM_GAUDI_POISON", "x", "VLLM_GAUDI_POISON='x' is not a switch"),
     "lazy-mode": ("PT_HPU_LAZY_MODE", "x", "PT_HPU_LAZY_MODE='x' is not a switch"),
 }
-UNPARSED = {"memory-nan": "fault: cannot convert float NaN to integer", "memory-inf": "fault: OverflowError"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=UNPARSED[name])) if name in UNPARSED else name
-        for name in ENVIRONMENT
-    ],
-)
+@pytest.mark.parametrize("name", ENVIRONMENT)
 def test_bad_variable(checkpoint, shelf, monkeypatch, name):
     shelf.clear()
     variable, value, pattern = ENVIRONMENT[name]

@@ -122,7 +122,7 @@ def test_groups_of_different_block_sizes_are_refused(
         resolve(vllm_config)
         vllm_config.cache_config.mamba_block_size = 32
 
-    monkeypatch.setattr(HpuPlatform, "update_block_size_for_backend", lets_it_through)
+    monkeypatch.setattr(HpuPlatform, "update_block_size_for_backend", staticmethod(lets_it_through))
     sentence = refusal(checkpoint("q35_dense"), block_size=16)
     assert "one block size for all" in sentence and "remove --mamba-block-size" in sentence
 

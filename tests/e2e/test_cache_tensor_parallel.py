@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_gaudi.testing.engine import DEFAULTS
+from vllm_gaudi.testing.engine import DEFAULTS, close_sockets
 
 TOLERANCE = 1e-4
 Answer = tuple[int, list[int], torch.Tensor]  # cached tokens, tokens, logprobs [tokens, vocabulary]
@@ -52,6 +52,10 @@ class Ranks:
             EngineArgs(model=str(path), **{**DEFAULTS, **parallel, "enable_prefix_caching": True, **flags})
         )
         self._count = 0
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+        close_sockets()
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, salted: bool = False) -> list[Answer]:
         params = SamplingParams(
@@ -130,4 +134,4 @@ def test_a_hit_on_two_ranks_equals_cold_and_both_ranks_move_the_same(
         first, second = two.engine.collective_rpc(moved)
         assert first == second and sum(name == "restore" for name, *_ in first) >= 3
     finally:
-        two.engine.engine_core.shutdown()
+        two.close()

@@ -272,12 +272,16 @@ def test_prompts_that_cut_one_another_s_chunks_leave_right_checkpoints(
 def test_a_long_prefill_threshold_off_the_grid_is_right_and_still_hits(
     threshold: float, open_bench: Callable[..., Bench], prompt: Callable[[int], list[int]]
 ) -> None:
-    """The small one is below a chunk where B = C: rounding it to the grid would leave nothing and nobody would move."""
+    """The cold runs are those of an engine without a threshold: on the grid every split gives the same bits.
+
+    The small threshold is below a chunk: rounding it to the grid would leave nothing and nobody would move.
+    """
     tokens = int(threshold * GEOMETRIES["equal"]["block_size"])
-    bench = open_bench(long_prefill_token_threshold=tokens)
-    check = check_same if tokens >= bench.engine.chunk else check_near
+    bench = open_bench()
     prompts = [prompt(int(length * bench.size)) for length in (3.4, 2.0, 0.7)]
     references = [bench.cold(text) for text in prompts]
+    bench = open_bench(long_prefill_token_threshold=tokens)
+    check = check_same if tokens >= bench.engine.chunk else check_near
     for wanted in ([0, 0, 0], [bench.reach(text) for text in prompts]):
         results = bench.engine.generate(prompts, SHORT)
         assert [result.cached_tokens for result in results] == wanted
@@ -312,6 +316,7 @@ def test_an_answer_that_ends_on_a_boundary_serves_the_next_turn(
     turn = bench.run(history, greedy(size // 2 + 1 - short_of))
     read = len(history) + len(turn.tokens) - 1
     assert read == 3 * size - short_of
+    bench.run(prompt(7))  # the slot has held another state meanwhile
     following = history + turn.tokens + prompt(5)
     hit = bench.run(following)
     assert hit.cached_tokens == (3 * size if short_of == 0 else 2 * size)
@@ -331,6 +336,7 @@ def test_an_answer_that_is_stopped_on_a_boundary_serves_the_next_turn(
     params = greedy(40, stop_token_ids=[answer[last]])
     turn = bench.run(history, params)
     assert turn.finish_reason == "stop" and turn.tokens == answer[: last + 1]
+    bench.run(prompt(7))  # the slot has held another state meanwhile
     following = history + turn.tokens + prompt(3)
     hit = bench.run(following)
     assert hit.cached_tokens == 2 * size
@@ -772,7 +778,10 @@ def test_stored_events_name_what_can_be_restored_and_nothing_else(
     geometry: dict[str, Any],
     prompt: Callable[[int], list[int]],
 ) -> None:
-    """Whoever follows the events knows the pool: every key in it, which ``step`` reads back, and no other."""
+    """Whoever follows the events knows only keys that are in the pool, and ``step`` reads what stands under each.
+
+    vLLM announces a removal also when one of two blocks of the same hash goes; such a key is there and not listed.
+    """
     size = geometry["block_size"]
     bench = open_bench(
         symbolic=True,
@@ -782,17 +791,19 @@ def test_stored_events_name_what_can_be_restored_and_nothing_else(
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     )
     listed: set[tuple[int | None, Any]] = set()
-    stored = removed = 0
+    withdrawn: set[tuple[int | None, Any]] = set()
+    stored = 0
 
     def follow(batch: Any) -> None:
-        nonlocal stored, removed
+        nonlocal stored
         for event in batch.events:
             if isinstance(event, BlockStored):
                 stored += 1
                 listed.update((event.group_idx, block_hash) for block_hash in event.block_hashes)
             elif isinstance(event, BlockRemoved):
-                removed += 1
-                listed.difference_update((event.group_idx, block_hash) for block_hash in event.block_hashes)
+                gone = {(event.group_idx, block_hash) for block_hash in event.block_hashes}
+                listed.difference_update(gone)
+                withdrawn.update(gone)
             else:
                 listed.clear()
 
@@ -810,5 +821,6 @@ def test_stored_events_name_what_can_be_restored_and_nothing_else(
         while bench.engine.scheduler.has_requests():
             bench.engine.step()
         pool = bench.pool.cached_block_hash_to_block._cache
-        assert listed == {(get_group_id(key), maybe_convert_block_hash(get_block_hash(key))) for key in pool}
-    assert stored > 20 and removed > 20 and bench.num_restores > 0
+        there = {(get_group_id(key), maybe_convert_block_hash(get_block_hash(key))) for key in pool}
+        assert listed <= there and there - listed <= withdrawn
+    assert stored > 20 and len(withdrawn) > 20 and bench.num_restores > 0

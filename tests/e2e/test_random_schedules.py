@@ -64,6 +64,7 @@ class World:
     is_priority: bool
     is_async: bool
     is_hybrid: bool
+    is_caching: bool
     prompts: list[list[int]]
     solos: dict[int, Solo]
     # Prompts, and limits of tokens, of requests that come together: the first ends, the second takes all tokens of the
@@ -129,7 +130,8 @@ class World:
         caches, runner = self.engine.runner.caches, self.engine.runner
         pool = self.engine.scheduler.kv_cache_manager.block_pool
         per_block = caches.geometry.kernel_blocks_per_block
-        blocks = torch.tensor([0] + [block.block_id for block in pool.free_block_queue.get_all_free_blocks()])
+        free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks() if block.block_hash is None]
+        blocks = torch.tensor([0, *free])
         kernel_blocks = (blocks[:, None] * per_block + torch.arange(per_block)).reshape(-1)
         held = {s.slot for s in runner.requests._requests.values()}
         slots = torch.tensor([row for row in range(MAX_SEQS) if row not in held] + [caches.trash_row])
@@ -172,7 +174,7 @@ class World:
         ``solos`` is shared by engines of all budgets and schedulers: a prompt's bits do not depend on them.
         """
         if prompt not in self.solos:
-            salt = {} if self.is_hybrid else {"cache_salt": f"solo {prompt}"}
+            salt = {"cache_salt": f"solo {prompt}"} if self.is_caching else {}
             req_id = self.engine.add(self.prompts[prompt], self.params(prompt, MAX_NEW, None), **salt)
             self.drain()
             result = self.engine.take(req_id)
@@ -337,6 +339,7 @@ def play_all(world: World, first: int, count: int, test: str) -> None:
 
 
 HYBRID_SOLOS: dict[int, Solo] = {}
+CACHING_SOLOS: dict[int, Solo] = {}
 ATTENTION_SOLOS: dict[int, Solo] = {}
 MODES = [(is_async, policy) for is_async in (False, True) for policy in ("fcfs", "priority")]
 
@@ -356,12 +359,13 @@ def test_hybrid(checkpoint, request, is_async, policy, budget):
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=budget,
         num_gpu_blocks_override=18,
+        enable_prefix_caching=False,
         async_scheduling=is_async,
         scheduling_policy=policy,
     ) as opened:
         assert opened.block_size == BLOCK
         crowd = ((LENGTHS.index(1), 1), (LENGTHS.index(128), None), (LENGTHS.index(15), None))
-        world = World(opened, policy == "priority", is_async, True, prompts, HYBRID_SOLOS, crowd)
+        world = World(opened, policy == "priority", is_async, True, False, prompts, HYBRID_SOLOS, crowd)
         first = 1000 * MODES.index((is_async, policy)) + 10 * budget
         play_all(world, first, 10, request.node.name)
     if "RANDOM_SCHEDULES" not in os.environ:
@@ -369,19 +373,48 @@ def test_hybrid(checkpoint, request, is_async, policy, budget):
         assert world.num_idle >= 1 or budget == 33, "no running request was ever passed over"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("is_async", "policy"), MODES, ids=[f"{'async' if a else 'sync'}-{p}" for a, p in MODES])
-def test_attention_only(checkpoint, request, is_async, policy):
-    """Plain attention with prefix caching: prompts share prefixes of half, one, one and a half ... blocks."""
-    from vllm_gaudi.testing.engine import engine
-
-    source = random.Random(3)
+def prompts_with_one_stem(seed: int) -> list[list[int]]:
+    """Prompts that share none, half, one, one and a half ... blocks of tokens."""
+    source = random.Random(seed)
     stem = [source.randrange(10, 500) for _ in range(112)]
-    prompts = [
+    return [
         stem[:shared] + [source.randrange(10, 500) for _ in range(own)]
         for shared in (0, 8, 16, 24, 32, 64, 112)
         for own in (1, 13, 28)
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_async", "policy"), MODES, ids=[f"{'async' if a else 'sync'}-{p}" for a, p in MODES])
+def test_hybrid_with_prefix_caching(checkpoint, request, is_async, policy):
+    """Gated DeltaNet that starts from checkpoints of others; what is free and not cached is poisoned."""
+    from vllm_gaudi.testing.engine import engine
+
+    prompts = prompts_with_one_stem(36)
+    with engine(
+        checkpoint("q35_dense"),
+        max_model_len=MAX_LEN,
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=48,
+        num_gpu_blocks_override=32,
+        enable_prefix_caching=True,
+        async_scheduling=is_async,
+        scheduling_policy=policy,
+    ) as opened:
+        world = World(opened, policy == "priority", is_async, True, True, prompts, CACHING_SOLOS)
+        play_all(world, 100 * MODES.index((is_async, policy)), 8, request.node.name)
+    if "RANDOM_SCHEDULES" not in os.environ:
+        assert world.num_preemptions >= 3, "the pool is too large to preempt anybody"
+        assert world.num_hits >= 5, "the prefix cache was never hit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_async", "policy"), MODES, ids=[f"{'async' if a else 'sync'}-{p}" for a, p in MODES])
+def test_attention_only(checkpoint, request, is_async, policy):
+    """Plain attention with prefix caching."""
+    from vllm_gaudi.testing.engine import engine
+
+    prompts = prompts_with_one_stem(3)
     with engine(
         checkpoint("qwen3"),
         max_model_len=MAX_LEN,
@@ -392,7 +425,7 @@ def test_attention_only(checkpoint, request, is_async, policy):
         async_scheduling=is_async,
         scheduling_policy=policy,
     ) as opened:
-        world = World(opened, policy == "priority", is_async, False, prompts, ATTENTION_SOLOS)
+        world = World(opened, policy == "priority", is_async, False, True, prompts, ATTENTION_SOLOS)
         play_all(world, 100 * MODES.index((is_async, policy)), 10, request.node.name)
     if "RANDOM_SCHEDULES" not in os.environ:
         assert world.num_preemptions >= 3, "the pool is too large to preempt anybody"

@@ -22,7 +22,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vllm_gaudi.testing.engine import DEFAULTS
+from vllm_gaudi.testing.engine import DEFAULTS, close_sockets
 
 TOKENS = 16
 NEAR = 1e-4
@@ -91,6 +91,7 @@ def ranks(path: Any, num_ranks: int, **flags: Any) -> Iterator[Ranks]:
         yield made
     finally:
         opened.engine_core.shutdown()
+        close_sockets()
 
 
 def assert_near(answers: dict[str, Answer], wanted: dict[str, Answer]) -> None:
@@ -142,7 +143,7 @@ def slots_and_hash(worker: Any) -> tuple[dict[str, int | None], int]:
 
 
 def test_ranks_that_hash_differently_hand_out_the_same_slots_through_preemptions(checkpoint, monkeypatch):
-    """Spawned workers start Python anew, each with a hash seed of its own, so any order taken from a set would differ."""
+    """Spawned workers start Python anew, each with its own hash seed: any order taken from a set would differ."""
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     path = checkpoint("q35_dense")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import zmq
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -170,6 +171,17 @@ class Engine:
             return sample(step, table, logits, logits_req_ids, *rest)
 
         sampling.sample = tapped
+
+
+def close_sockets() -> None:
+    """Close every ZeroMQ socket of this process; to be called when an engine of several ranks has shut down.
+
+    vLLM leaves the sockets of its message queues to the garbage collector, which may reach their context first; that one
+    then waits for them for ever, in the middle of the next engine's start.
+    """
+    for it in gc.get_objects():
+        if issubclass(type(it), zmq.Socket) and not it.closed:
+            it.close(linger=0)
 
 
 def greedy(max_tokens: int, **kwargs: Any) -> SamplingParams:
