@@ -176,8 +176,8 @@ class Engine:
 def close_sockets() -> None:
     """Close every ZeroMQ socket of this process; to be called when an engine of several ranks has shut down.
 
-    vLLM leaves the sockets of its message queues to the garbage collector, which may reach their context first; that one
-    then waits for them for ever, in the middle of the next engine's start.
+    vLLM leaves the sockets of its message queues to the garbage collector, which may reach their context first; that
+    one then waits for them for ever, in the middle of the next engine's start.
     """
     for it in gc.get_objects():
         if issubclass(type(it), zmq.Socket) and not it.closed:
