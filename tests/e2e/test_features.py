@@ -33,14 +33,23 @@ FLAGS: dict[str, Any] = {
 }
 
 
+UNCACHED: dict[str, Any] = {**FLAGS, "enable_prefix_caching": False}  # where steps or blocks are counted
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
 def is_async(request):
     return request.param
 
 
+@pytest.fixture(scope="module")
+def flags(is_async):
+    """Async scheduling with prefix caching, which is what users run; sync without."""
+    return {**FLAGS, "async_scheduling": is_async, "enable_prefix_caching": is_async}
+
+
 @pytest.fixture
-def opened(shelf, is_async):
-    it = shelf("q35_dense", **FLAGS, async_scheduling=is_async)
+def opened(shelf, is_async, flags):
+    it = shelf("q35_dense", **flags)
     assert it.runner.is_async is is_async
     return it
 
@@ -179,7 +188,7 @@ def test_structured_output_beside_free_requests(opened):
 
 
 def test_structured_output_survives_preemption(shelf, is_async):
-    flags = {**FLAGS, "max_model_len": 256, "num_gpu_blocks_override": 21, "async_scheduling": is_async}
+    flags = {**UNCACHED, "max_model_len": 256, "num_gpu_blocks_override": 21, "async_scheduling": is_async}
     names = ["json", "grammar", "json-text"]
     it = shelf("q35_dense", **flags)
     prompts = [prompt_of(100, salt=s) for s in range(4)]
@@ -220,14 +229,14 @@ def mixed_workload(it: Engine) -> list[list[int]]:
 def test_async_and_sync_scheduling_say_the_same(shelf):
     said = []
     for is_async in (True, False):
-        it = shelf("q35_dense", **FLAGS, async_scheduling=is_async)
+        it = shelf("q35_dense", **UNCACHED, async_scheduling=is_async)
         said.append(mixed_workload(it))
         assert_all_returned(it)
     assert said[0] == said[1]
 
 
 def test_priority_goes_first(shelf, is_async):
-    flags = {**FLAGS, "max_num_seqs": 2, "scheduling_policy": "priority", "async_scheduling": is_async}
+    flags = {**UNCACHED, "max_num_seqs": 2, "scheduling_policy": "priority", "async_scheduling": is_async}
     it = shelf("q35_dense", **flags)
     prompts = [prompt_of(30, salt=s) for s in range(6)]
     alone = [it.generate([p], greedy(10))[0].tokens for p in prompts]
@@ -243,7 +252,7 @@ def test_priority_goes_first(shelf, is_async):
 
 def test_priority_decides_who_is_preempted(shelf, is_async):
     """Of two that run, the less urgent gives its blocks up, although it came first."""
-    flags = {**FLAGS, "scheduling_policy": "priority", "max_model_len": 256, "num_gpu_blocks_override": 21}
+    flags = {**UNCACHED, "scheduling_policy": "priority", "max_model_len": 256, "num_gpu_blocks_override": 21}
     it = shelf("q35_dense", **flags, async_scheduling=is_async)
     prompts = [prompt_of(80, salt=s) for s in range(2)]
     alone = [it.generate([p], greedy(60))[0].tokens for p in prompts]
@@ -275,7 +284,7 @@ def scheduled_counts(it: Engine) -> list[dict[str, int]]:
 
 def test_a_request_that_skips_a_step_goes_on_as_if_nothing_had_happened(shelf, is_async):
     """The last piece of a long prompt takes the whole budget of 40, so nobody decodes in that step."""
-    flags = {**FLAGS, "max_num_batched_tokens": 40, "async_scheduling": is_async}
+    flags = {**UNCACHED, "max_num_batched_tokens": 40, "async_scheduling": is_async}
     each = [
         greedy(20, frequency_penalty=1.2),
         SamplingParams(temperature=1.0, seed=9, max_tokens=20, ignore_eos=True),
@@ -397,7 +406,9 @@ PHASES = [
 @pytest.fixture(scope="module")
 def bystander(shelf, is_async):
     return (
-        shelf("q35_dense", **FLAGS, async_scheduling=is_async).generate([prompt_of(60, salt=20)], greedy(24))[0].tokens
+        shelf("q35_dense", **UNCACHED, async_scheduling=is_async)
+        .generate([prompt_of(60, salt=20)], greedy(24))[0]
+        .tokens
     )
 
 
@@ -430,12 +441,14 @@ def test_abort_of_one_structured_and_one_many_output_request(opened, bystander):
 # Preemption, and resets of the prefix cache
 
 
-@pytest.mark.parametrize("name", ["q35_dense", "qwen3"])
-def test_preempted_requests_say_what_they_say_alone(shelf, is_async, name):
-    # Without GDN groups a request takes fewer blocks.
-    flags = {**FLAGS, "max_model_len": 256, "num_gpu_blocks_override": 21 if name == "q35_dense" else 18}
-    flags |= {"enable_prefix_caching": False, "async_scheduling": is_async}
-    it = shelf(name, **flags)
+@pytest.mark.parametrize(
+    ("name", "is_cached", "blocks"),
+    [("q35_dense", False, 21), ("q35_dense", True, 30), ("qwen3", False, 18)],
+    ids=["hybrid", "hybrid-cached", "plain"],
+)
+def test_preempted_requests_say_what_they_say_alone(shelf, is_async, name, is_cached, blocks):
+    flags = {**FLAGS, "max_model_len": 256, "num_gpu_blocks_override": blocks, "enable_prefix_caching": is_cached}
+    it = shelf(name, **flags, async_scheduling=is_async)
     prompts = [prompt_of(70, salt=s) for s in range(5)]
     alone = [it.generate([p], greedy(60))[0] for p in prompts]
     req_ids = [it.add(p, greedy(60)) for p in prompts]

@@ -3,7 +3,7 @@
 
 A schedule is a list of events (add, abort, step, stand idle, reset the prefix cache) drawn from one seed. One engine
 plays many, drained in between. After every step the slots in use are exactly those of running requests (plus those
-whose end the worker hears of with the next step), and everything free (blocks, slots, null block, TRASH) is filled
+whose end the worker hears of with the next step), and all that is free and not cached (blocks, slots, TRASH) is filled
 with NaN, so that whoever reads what it did not write is found out.
 
 A failure prints the seed, the events and a line that plays it again. ``RANDOM_SCHEDULES=17`` plays one seed,
@@ -454,7 +454,6 @@ def test_a_hit_on_a_block_that_a_decoding_request_fills_in_the_same_step(checkpo
     assert (result.logits - solo.logits).abs().max() <= TOLERANCE
 
 
-@pytest.mark.xfail(reason="vLLM leaves the hashes of blocks that the victim was given in this pass and never computed")
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_victim_of_the_pass_that_has_scheduled_it_resumes_from_what_has_run(checkpoint, is_async):
     """Priorities: the urgent request needs a block in the very pass that has just scheduled the other's third chunk.

@@ -27,9 +27,13 @@ from vllm_gaudi.testing.engine import Engine, Result, greedy
 
 EOS = TOKEN_ID["<|im_end|>"]
 BUDGET = 128  # tokens per step; longer prompts are read in several steps
-FLAGS: dict[str, Any] = {"skip_tokenizer_init": False, "max_num_batched_tokens": BUDGET, "max_logprobs": -1}
-# A request takes three GDN blocks and one per 16 tokens: of six that grow to 130 tokens, two fit, one not for long.
-SMALL_POOL: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 21}
+# Without prefix caching every run of a prompt takes the same steps.
+FLAGS: dict[str, Any] = {
+    "skip_tokenizer_init": False,
+    "max_num_batched_tokens": BUDGET,
+    "max_logprobs": -1,
+    "enable_prefix_caching": False,
+}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
@@ -343,12 +347,15 @@ def preemptions_of(it: Engine, req_ids: list[str]) -> dict[str, int]:
     return counts
 
 
-def test_parameters_survive_preemption(shelf, is_async):
+@pytest.mark.parametrize("is_cached", [False, True], ids=["", "cached"])
+def test_parameters_survive_preemption(shelf, is_async, is_cached):
     """A resumed request reads its prompt and output again; generator, outputs and minimum go on where they were."""
     names = ["logit-bias", "all-penalties", "seeded-and-penalised", "seeded", "top-p", "presence"]
     prompts = [prompt_of(70, salt=s) for s in range(len(names))]
     params = [CASES[name].params(max_tokens=60) for name in names]
-    it = shelf("q35_dense", **{**FLAGS, **SMALL_POOL}, async_scheduling=is_async)
+    # Two requests fit and one of them not for long; checkpoints take blocks of their own.
+    small = {"max_model_len": 256, "num_gpu_blocks_override": 24 if is_cached else 21}
+    it = shelf("q35_dense", **{**FLAGS, **small, "enable_prefix_caching": is_cached}, async_scheduling=is_async)
     req_ids = [it.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     counts = preemptions_of(it, req_ids)
     results = [it.take(req_id) for req_id in req_ids]
@@ -524,11 +531,12 @@ def test_logprobs_mode(shelf, mode):
 
 
 @pytest.fixture(scope="module")
-def prompt_rows(opened):
+def prompt_rows(shelf, is_async):
     """Prompt of 300 tokens and, for positions of interest, the logits that come after them (by sampling there)."""
     prompt = prompt_of(300, salt=8)
     at = [0, 1, 14, 15, 16, 62, 63, 64, 126, 127, 128, 191, 254, 255, 256, 298]
-    results = opened.generate([prompt[: i + 1] for i in at], greedy(1))
+    it = shelf("q35_dense", **FLAGS, async_scheduling=is_async)
+    results = it.generate([prompt[: i + 1] for i in at], greedy(1))
     return prompt, {i: r.logits[0] for i, r in zip(at, results, strict=True)}
 
 
@@ -563,6 +571,16 @@ def test_prompt_logprobs_do_not_depend_on_the_chunks(shelf):
         assert {t: (p.logprob, p.rank) for t, p in split.items()} == {
             t: (p.logprob, p.rank) for t, p in whole.items()
         }, at
+
+
+def test_prompt_logprobs_of_a_cached_prompt_are_all_there(shelf, is_async):
+    it = shelf("q35_dense", **{**FLAGS, "enable_prefix_caching": True}, async_scheduling=is_async)
+    prompt = prompt_of(150, salt=12)
+    first, again, scored = (it.generate([prompt], greedy(4, prompt_logprobs=n))[0] for n in (None, None, 1))
+    assert again.cached_tokens > 0
+    assert first.tokens == again.tokens == scored.tokens
+    assert len(scored.prompt_logprobs) == len(prompt)
+    assert all(prompt[at] in scored.prompt_logprobs[at] for at in range(1, len(prompt)))
 
 
 @pytest.mark.parametrize("length", [1, 2, 64, 65, 128, 129])

@@ -60,7 +60,7 @@ ROOMS = (
     Room("vllm_gaudi/models/__init__.py", at_once=()),
     Room("vllm_gaudi/distributed/", never=("vllm_gaudi",)),
     Room(
-        "vllm_gaudi/v1/core/sched/",
+        "vllm_gaudi/v1/core/",
         never=(
             "torch",
             "vllm.v1.worker",

@@ -23,6 +23,7 @@ ENTRY_POINTS = {
         "03.hpu_custom_models": "vllm_gaudi:register_models",
         "04.hpu_tool_parsers": "vllm_gaudi:register_tool_parsers",
     },
+    "vllm.stat_logger_plugins": {"vllm_gaudi": "vllm_gaudi.v1.metrics:GaudiStatLogger"},
 }
 
 
