@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line as users run it: one ``vllm serve`` for all requests of this file, and vLLM's benchmarks.
+
+The server is a multi-process engine in its own process group on a free port of this machine; whatever a test does to
+it, the last one looks that its whole group is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tools import demo
+from vllm_gaudi.testing.checkpoints import VOCAB_SIZE
+
+MODEL = "tiny"
+PROMPT = [10 + (i * i * 7 + i * 13) % 480 for i in range(50)]
+FLAGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 256,
+    "block_size": 16,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+CLI = [str(Path(sys.executable).with_name("vllm"))]
+
+
+def environment() -> dict[str, str]:
+    """As a user's: the engine in a process of its own; no warm-up, which other tests are about."""
+    left_out = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_TARGET_DEVICE", "VLLM_LOGGING_LEVEL")
+    return {k: v for k, v in os.environ.items() if k not in left_out} | {"VLLM_SKIP_WARMUP": "1"}
+
+
+def as_options(flags: dict[str, Any]) -> list[str]:
+    return [text for name, value in flags.items() for text in ("--" + name.replace("_", "-"), str(value))]
+
+
+def run_cli(*arguments: str, timeout: float = 300) -> str:
+    done = subprocess.run(
+        [*CLI, *arguments], capture_output=True, text=True, env=environment(), timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+class Served:
+    """The running server; ``post`` and ``get`` return status and body, also of an error."""
+
+    def __init__(self, server: demo.Server):
+        self.server = server
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def get(self, path: str) -> tuple[int, str]:
+        return self._send(urllib.request.Request(self.server.url + path))
+
+    def post(self, path: str, body: Any) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        code, text = self._send(urllib.request.Request(self.server.url + path, data, headers))
+        try:
+            return code, json.loads(text)
+        except json.JSONDecodeError:
+            return code, text
+
+    def stream(self, path: str, body: dict[str, Any], stop_after: int | None = None) -> list[dict[str, Any]]:
+        """The events of a streamed answer; the client hangs up after ``stop_after`` of them."""
+        data = json.dumps({**body, "stream": True}).encode()
+        request = urllib.request.Request(self.server.url + path, data, {"Content-Type": "application/json"})
+        events: list[dict[str, Any]] = []
+        with self._opener.open(request, timeout=60) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    events.append(json.loads(line.removeprefix(b"data: ")))
+                if stop_after is not None and len(events) >= stop_after:
+                    break
+        return events
+
+    def complete(self, **values: Any) -> dict[str, Any]:
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **values}
+        code, answer = self.post("/v1/completions", body)
+        assert code == 200, answer
+        return answer
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        _, text = self.get("/metrics")
+        values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.M)
+        assert values, name
+        return sum(map(float, values))
+
+    def _send(self, request: urllib.request.Request) -> tuple[int, str]:
+        try:
+            with self._opener.open(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint, tmp_path_factory) -> Iterator[Served]:
+    port = demo.free_port()
+    command = [*CLI, "serve", str(checkpoint("q35_dense")), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--served-model-name", MODEL, "--enable-prompt-tokens-details", *as_options(FLAGS)]
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environment())
+    try:
+        server = demo.Server(command, port, tmp_path_factory.mktemp("serve") / "server.log")
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    try:
+        server.wait_until_healthy(timeout=300)
+        yield Served(server)
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def in_process(checkpoint) -> Any:
+    """What an engine of the same flags says in this process: tokens, and the logprobs of the likeliest five."""
+    from vllm_gaudi.testing.engine import engine
+
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=5)
+    flags = {**FLAGS, "skip_tokenizer_init": False, "num_gpu_blocks_override": None}
+    with engine(checkpoint("q35_dense"), **flags) as it:
+        return it.generate([PROMPT], params)[0]
+
+
+# One server
+
+
+def test_it_is_healthy_and_says_what_it_serves(served):
+    assert served.get("/health")[0] == 200
+    code, models = served.get("/v1/models")
+    assert code == 200
+    (model,) = json.loads(models)["data"]
+    assert (model["id"], model["max_model_len"]) == (MODEL, 512)
+    assert json.loads(served.get("/version")[1])["version"] == "0.30.0"
+
+
+def test_the_log_says_what_was_built(served):
+    log = served.server.log_path.read_text()
+    (line,) = [line for line in log.splitlines() if "vllm_gaudi on cpu" in line]
+    assert "B = 16 tokens" in line and "3 GDN group(s) + 1 attention group" in line and "blocks" in line
+    assert "slots" in line and "weights" in line and "conversations of 512 tokens fit" in line
+    assert "Unknown vLLM environment variable" not in log
+
+
+def test_completion_equals_the_in_process_engine(served, in_process):
+    answer = served.complete(logprobs=5, return_token_ids=True)
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == in_process.tokens
+    assert answer["usage"]["prompt_tokens"] == len(PROMPT) and answer["usage"]["completion_tokens"] == 8
+    for position, token in enumerate(in_process.tokens):
+        expected = in_process.logprobs[position]
+        assert abs(choice["logprobs"]["token_logprobs"][position] - expected[token].logprob) < 1e-5
+        found = sorted(choice["logprobs"]["top_logprobs"][position].values())
+        assert found == pytest.approx(
+            sorted({p.decoded_token: p.logprob for p in expected.values()}.values()), abs=1e-5
+        )
+
+
+def test_prompt_logprobs_over_http(served):
+    answer = served.complete(prompt_logprobs=2)
+    found = answer["choices"][0]["prompt_logprobs"]
+    assert found[0] is None and len(found) == len(PROMPT)
+    assert all(str(token) in position for token, position in zip(PROMPT[1:], found[1:], strict=True))
+
+
+def test_chat_streams_what_it_says_at_once(served):
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "How many apples are left in the basket?"}],
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    code, whole = served.post("/v1/chat/completions", body)
+    assert code == 200
+    events = served.stream("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+    pieces = [c["delta"].get("content") or "" for e in events for c in e["choices"]]
+    assert "".join(pieces) == whole["choices"][0]["message"]["content"]
+    assert len([p for p in pieces if p]) > 8
+    usage = events[-1]["usage"]
+    assert usage["completion_tokens"] == 24 and usage["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] is not None
+
+
+def test_sampling_parameters_over_http(served):
+    seeded = {"temperature": 1.0, "seed": 3, "n": 2, "top_p": 0.9, "return_token_ids": True}
+    first, second = (served.complete(**seeded)["choices"] for _ in range(2))
+    assert [c["token_ids"] for c in first] == [c["token_ids"] for c in second]
+    assert first[0]["token_ids"] != first[1]["token_ids"]
+    (choice,) = served.complete(logit_bias={"77": 100}, return_token_ids=True)["choices"]
+    assert choice["token_ids"] == [77] * 8
+    text = served.complete(max_tokens=20)["choices"][0]["text"]
+    cut = served.complete(max_tokens=20, stop=[text[8:11]])["choices"][0]
+    assert cut["text"] == text[: text.index(text[8:11])] and cut["finish_reason"] == "stop"
+
+
+def test_structured_output_over_http(served):
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Is it?"}],
+        "max_tokens": 100,
+        "temperature": 0,
+        "structured_outputs": {"regex": r"(yes|no), [0-9]{2}"},
+    }
+    code, answer = served.post("/v1/chat/completions", body)
+    assert code == 200
+    assert re.fullmatch(r"(yes|no), [0-9]{2}", answer["choices"][0]["message"]["content"])
+    body["structured_outputs"] = {"choice": ['{"ok": true}', '{"ok": false}']}
+    _, answer = served.post("/v1/chat/completions", body)
+    assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"ok"}
+    del body["structured_outputs"]
+    body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    code, answer = served.post("/v1/chat/completions", body)
+    content = answer["choices"][0]["message"]["content"]
+    assert code == 200 and content.lstrip().startswith("{")
+    if answer["choices"][0]["finish_reason"] == "stop":
+        assert set(json.loads(content)) == {"ok"}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+BAD: dict[str, tuple[str, Any, int]] = {
+    "temperature": ("/v1/completions", {"prompt": PROMPT, "temperature": 9}, 400),
+    "top-p": ("/v1/completions", {"prompt": PROMPT, "top_p": 2}, 400),
+    "empty-prompt": ("/v1/completions", {"prompt": []}, 400),
+    "too-long": ("/v1/completions", {"prompt": [5] * 600}, 400),
+    "too-many-tokens": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 5000}, 400),
+    "negative-token": ("/v1/completions", {"prompt": [5, -1]}, 400),
+    "huge-token": ("/v1/completions", {"prompt": [5, 10**9]}, 400),
+    "logprobs": ("/v1/completions", {"prompt": PROMPT, "logprobs": 100}, 400),
+    "seed": ("/v1/completions", {"prompt": PROMPT, "seed": 2**70}, 400),
+    "bias": ("/v1/completions", {"prompt": PROMPT, "logit_bias": {"600": 1}}, 400),
+    "no-prompt": ("/v1/completions", {}, 400),
+    "other-model": ("/v1/completions", {"prompt": PROMPT, "model": "other"}, 404),
+    "not-json": ("/v1/completions", b"{", 400),
+    "schema": ("/v1/completions", {"prompt": PROMPT, "structured_outputs": {"json": {"type": "objectt"}}}, 400),
+    "regex": ("/v1/completions", {"prompt": PROMPT, "structured_outputs": {"regex": "["}}, 400),
+    "image": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400),
+    "no-messages": ("/v1/chat/completions", {"messages": []}, 400),
+    "embedding": ("/v1/embeddings", {"input": "text"}, 404),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_the_client_s_fault(served, in_process, name):
+    path, body, expected = BAD[name]
+    code, answer = served.post(path, body if isinstance(body, bytes) else {"model": MODEL, **body})
+    assert code == expected, answer
+    assert served.get("/health")[0] == 200
+    assert served.complete(return_token_ids=True)["choices"][0]["token_ids"] == in_process.tokens
+
+
+def test_a_client_that_hangs_up_frees_its_place(served):
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    for _ in range(4):
+        assert len(served.stream("/v1/completions", body, stop_after=3)) == 3
+    served.complete(max_tokens=40)  # time for the aborts, and a place for one more
+    assert served.metric("vllm:num_requests_running") == served.metric("vllm:num_requests_waiting") == 0
+
+
+def test_metrics_count(served):
+    before = served.metric("vllm:generation_tokens_total"), served.metric("vllm:prompt_tokens_total")
+    served.complete(max_tokens=7)
+    after = served.metric("vllm:generation_tokens_total"), served.metric("vllm:prompt_tokens_total")
+    assert (after[0] - before[0], after[1] - before[1]) == (7, len(PROMPT))
+
+
+def test_bench_serve(served, checkpoint, tmp_path):
+    run_cli(
+        *("bench", "serve", "--backend", "openai", "--base-url", served.server.url, "--model", MODEL),
+        *("--tokenizer", str(checkpoint("q35_dense")), "--dataset-name", "random", "--random-input-len", "20"),
+        *("--random-output-len", "6", "--num-prompts", "5", "--ignore-eos", "--disable-tqdm"),
+        *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"),
+    )
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["total_output_tokens"]) == (5, 30)
+    assert result["mean_ttft_ms"] > 0 and result["output_throughput"] > 0
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="fault, see test_bad_input: the first token id beyond the vocabulary gets to the worker and ends the server",
+)
+def test_the_first_token_id_beyond_the_vocabulary_does_not_end_the_server(served):
+    """The last request, since today nobody is served after it."""
+    code, answer = served.post("/v1/completions", {"model": MODEL, "prompt": [5, VOCAB_SIZE], "max_tokens": 2})
+    assert code == 400, answer
+    assert served.get("/health")[0] == 200
+
+
+def test_stopping_leaves_no_process_behind(served):
+    group = served.server.process.pid
+    served.server.stop()
+    assert demo.living_processes(group) == []
+    assert served.server.process.poll() is not None
+
+
+# Without a server
+
+
+def test_help():
+    text = run_cli("serve", "--help")
+    assert "--port" in text or "usage: vllm serve" in text
+
+
+SMALL = [
+    "--input-len",
+    "16",
+    "--output-len",
+    "4",
+    "--max-model-len",
+    "128",
+    "--max-num-seqs",
+    "4",
+    "--dtype",
+    "float32",
+]
+
+
+def test_bench_latency(checkpoint, tmp_path):
+    run_cli(
+        *("bench", "latency", "--model", str(checkpoint("q35_dense")), *SMALL, "--batch-size", "2"),
+        *("--num-iters-warmup", "1", "--num-iters", "2", "--output-json", str(tmp_path / "latency.json")),
+    )
+    result = json.loads((tmp_path / "latency.json").read_text())
+    assert result["avg_latency"] > 0 and len(result["latencies"]) == 2
+
+
+def test_bench_throughput(checkpoint, tmp_path):
+    run_cli(
+        *("bench", "throughput", "--model", str(checkpoint("q35_dense")), *SMALL, "--num-prompts", "6"),
+        *("--dataset-name", "random", "--output-json", str(tmp_path / "throughput.json")),
+    )
+    result = json.loads((tmp_path / "throughput.json").read_text())
+    assert result["num_requests"] == 6 and result["total_num_tokens"] == 6 * 20
