@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only a Gaudi can show. None of it has been run on one yet; the nightly run is where it is proved.
 
-``make e2e MARKERS=hpu WORKERS=0`` on a Gaudi machine. The bodies use nothing of the device, so that they can be tried on
-a CPU host with ``make e2e MARKERS=hpu``.
+``make e2e MARKERS=hpu WORKERS=0`` on a Gaudi machine. The bodies use nothing of the device, so the same command tries
+them on a CPU host.
 """
 
 from __future__ import annotations
