@@ -3,9 +3,9 @@
 
     VLLM_ENABLE_V1_MULTIPROCESSING=0 python benchmarks/bench_caching_cost.py [--repeats 5]
 
-Owns: two loads on the tiny GDN hybrid, decoding one prompt and prefilling prompts that nobody has sent before. Prints the
-ratio of the times, on to off (1.0: caching is free), median over the repeats with the smallest and largest. Never asserts
-a time.
+Owns: two loads on the tiny GDN hybrid, decoding one prompt and prefilling prompts that nobody has sent before. Prints
+the ratio of the times, on to off (1.0: caching is free), median over the repeats with the smallest and largest. Never
+asserts a time.
 """
 
 from __future__ import annotations
