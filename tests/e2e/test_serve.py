@@ -287,6 +287,7 @@ def test_metrics_count(served):
     assert (after[0] - before[0], after[1] - before[1]) == (7, len(PROMPT))
 
 
+@pytest.mark.slow
 def test_bench_serve(served, checkpoint, tmp_path):
     run_cli(
         *("bench", "serve", "--backend", "openai", "--base-url", served.server.url, "--model", MODEL),
@@ -325,33 +326,30 @@ def test_help():
     assert "--port" in text or "usage: vllm serve" in text
 
 
-SMALL = [
-    "--input-len",
-    "16",
-    "--output-len",
-    "4",
-    "--max-model-len",
-    "128",
-    "--max-num-seqs",
-    "4",
-    "--dtype",
-    "float32",
-]
+SMALL = ["--max-model-len", "256", "--max-num-seqs", "4", "--dtype", "float32", "--block-size", "16"]
+SMALL += ["--kv-cache-memory-bytes", str(64 << 20)]
 
 
+@pytest.mark.slow
 def test_bench_latency(checkpoint, tmp_path):
+    """Its prompts are random ids below 10,000, more than the tiny vocabulary: hence dummy weights of a larger one."""
     run_cli(
-        *("bench", "latency", "--model", str(checkpoint("q35_dense")), *SMALL, "--batch-size", "2"),
+        *("bench", "latency", "--model", str(checkpoint("q35_dense")), *SMALL),
+        *("--load-format", "dummy", "--hf-overrides", json.dumps({"vocab_size": 10240})),
+        *("--input-len", "16", "--output-len", "4", "--batch-size", "2"),
         *("--num-iters-warmup", "1", "--num-iters", "2", "--output-json", str(tmp_path / "latency.json")),
     )
     result = json.loads((tmp_path / "latency.json").read_text())
     assert result["avg_latency"] > 0 and len(result["latencies"]) == 2
 
 
+@pytest.mark.slow
 def test_bench_throughput(checkpoint, tmp_path):
     run_cli(
-        *("bench", "throughput", "--model", str(checkpoint("q35_dense")), *SMALL, "--num-prompts", "6"),
-        *("--dataset-name", "random", "--output-json", str(tmp_path / "throughput.json")),
+        *("bench", "throughput", "--model", str(checkpoint("q35_dense")), *SMALL, "--dataset-name", "random"),
+        *("--random-input-len", "16", "--random-output-len", "4", "--random-range-ratio", "0", "--num-prompts", "6"),
+        *("--output-json", str(tmp_path / "throughput.json")),
     )
     result = json.loads((tmp_path / "throughput.json").read_text())
-    assert result["num_requests"] == 6 and result["total_num_tokens"] == 6 * 20
+    # Prompts are texts of random tokens, which need not be as many tokens again.
+    assert result["num_requests"] == 6 and 6 * 12 < result["total_num_tokens"] < 6 * 28
