@@ -2,7 +2,7 @@
 """Every row of the refusal table: by its facts alone, and by an engine that is asked for it and must not start.
 
 ``CASES`` has one entry per row of ``capabilities.TABLE`` (a test says so). What vLLM refuses itself before our platform
-is asked is marked ``vllm_first``. ``MISSING`` are faults: what is neither supported nor refused.
+is asked is marked ``vllm_first``.
 """
 
 from __future__ import annotations
@@ -398,3 +398,9 @@ def test_what_is_supported_is_not_refused(checkpoint, name, flags):
 
 def test_a_watermark_is_refused_without_words_about_the_model_runner(error_of):
     assert "VLLM_USE_V2_MODEL_RUNNER" not in error_of(CASES["watermark"].asks[0])
+
+
+@pytest.mark.parametrize("flag", ["kda_prefill_backend", "kda_decode_backend"])
+@pytest.mark.xfail(strict=True, reason="fault: refused as an unknown key of --additional-config, where vLLM keeps it")
+def test_a_flag_that_vllm_keeps_among_additional_keys_is_called_by_its_name(error_of, flag):
+    assert "--" + flag.replace("_", "-") in error_of(Ask({flag: "triton"}))

@@ -190,7 +190,7 @@ def test_symbolic_schedules_keep_every_slot_and_checkpoint_right(
             raise
 
     schedule()
-    assert bench.num_restores > SCHEDULES // 2, "hardly any request resumed from a checkpoint: the schedules prove nothing"
+    assert bench.num_restores > SCHEDULES // 2, "hardly any request resumed from a checkpoint"
 
 
 @pytest.mark.parametrize("fault", sorted(faults.FAULTS))
