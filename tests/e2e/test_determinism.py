@@ -57,7 +57,7 @@ MODELS = [
     Model("q35_dense", "bfloat16", 32, 32),
     Model("q35_dense", "bfloat16", 128, 64),
     Model("next_moe", "bfloat16", 128, 64, {"mamba_ssm_cache_dtype": "bfloat16"}),
-    Model("q35_vl", "float32", 128, 64, {"language_model_only": True}),
+    Model("q35_moe_vl", "float32", 128, 64, {"language_model_only": True}),
     Model("qwen3", "bfloat16", 16, 16),
 ]
 
@@ -181,9 +181,8 @@ def test_no_budget_of_at_least_a_chunk_changes_a_bit(reference, budget, schedule
     chunks, is_async = BUDGETS[budget]
     with reference.open(max_num_batched_tokens=int(chunks * model.chunk), async_scheduling=is_async) as opened:
         ends = watch_chunks(opened, schedule_of)
-        assert different(reference, alone(opened, [max(model.lengths)])) == []
-        assert len(ends()) >= 1
         assert different(reference, one_by_one(opened, model.lengths)) == []
+        assert len(ends()) >= 1
         assert model.name == "qwen3" or all(end % model.chunk == 0 for end in ends())
 
 
