@@ -59,9 +59,12 @@ class HpuPlatform(Platform):
         """Refuse what is not supported; choose worker and scheduler; switch vLLM's own compiler off."""
         from vllm.config import CompilationMode, CUDAGraphMode
 
+        from vllm_gaudi import compat
+
         if vllm_config.model_config is None:  # vLLM's own tests and tools build configs without a model
             return
         capabilities.refuse(_facts(vllm_config))
+        compat.make_accelerator_calls_harmless()  # with several ranks the engine's process has no worker that would
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = WORKER

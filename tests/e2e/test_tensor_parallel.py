@@ -139,7 +139,6 @@ def test_two_ranks_answer_as_one(name, flags, checkpoint, monkeypatch):
         assert found[0][1] == blocks
 
 
-@pytest.mark.xfail(strict=True, reason="torch.accelerator is made harmless in the workers, not in the engine's process")
 def test_two_ranks_shut_down_where_no_worker_ever_ran_in_the_engines_process(checkpoint, monkeypatch):
     """As in a fresh process: what an engine of one rank has done to ``torch.accelerator`` here is taken back."""
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
