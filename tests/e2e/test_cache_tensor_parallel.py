@@ -34,7 +34,7 @@ def watch(worker: Any) -> tuple[int, int, int]:
 
         def noted(copies: Any, name: str = name, move: Any = move) -> None:
             if copies.num_copies:
-                runner.moved.append((name, copies.slots.tolist(), copies.blocks.tolist()))
+                runner.moved.append((name, copies.rows.tolist(), copies.blocks.tolist()))
             move(copies)
 
         setattr(runner.store, name, noted)

@@ -54,7 +54,7 @@ class Moves:
         def watched(plan: Any) -> None:
             for copies in (plan.restore, plan.save):
                 assert all(block in usable for block in copies.blocks.ravel().tolist())
-                assert all(slot in slots for slot in copies.slots.tolist())
+                assert all(slot in slots for slot in copies.rows.tolist())
             self.plans.append(plan)
             before(plan)
 
@@ -383,7 +383,7 @@ def test_one_step_restores_one_saves_another_does_both_for_a_third_and_neither_f
     decoding, hit, both, fresh = prompt(size - 2), prompt(size + 3), prompt(size + 1), prompt(5)
     bench.run(hit, greedy(1))
     bench.run(both, greedy(1))
-    both = both[:size] + prompt(size + 4)  # resumes at B and ends its first chunk on 2 B
+    both = both[:size] + prompt(size)  # resumes at B and ends its chunk on 2 B
     prompts = [decoding, hit, both, fresh]
     references = [bench.cold(text) for text in prompts]
     bench.moves.plans.clear()
@@ -397,7 +397,7 @@ def test_one_step_restores_one_saves_another_does_both_for_a_third_and_neither_f
     for result, reference in zip(results, references, strict=True):
         check_same(result, reference)
     restored, saved, zeroed = next(
-        (set(plan.restore.slots.tolist()), set(plan.save.slots.tolist()), set(plan.zero_slots.tolist()))
+        (set(plan.restore.rows.tolist()), set(plan.save.rows.tolist()), set(plan.zero_slots.tolist()))
         for plan in bench.moves.plans
         if plan.restore.num_copies == 2
     )
@@ -534,7 +534,7 @@ def test_a_preempted_request_resumes_to_the_undisturbed_answer(
     open_bench: Callable[..., Bench], geometry: dict[str, Any], prompt: Callable[[int], list[int]]
 ) -> None:
     size = geometry["block_size"]
-    bench = open_bench(num_gpu_blocks_override=34, max_num_batched_tokens=4 * size)
+    bench = open_bench(num_gpu_blocks_override=15, max_num_batched_tokens=4 * size, max_model_len=8 * size)
     texts = [prompt(2 * size - 3 - n) for n in range(6)]
     params = greedy(size + 7)
     references = [bench.cold(text, params) for text in texts]
@@ -560,7 +560,7 @@ def test_slots_never_run_dry_over_hundreds_of_preemptions(
 ) -> None:
     size = geometry["block_size"]
     bench = open_bench(
-        symbolic=True, fresh=True, num_gpu_blocks_override=28, max_num_batched_tokens=4 * size, max_model_len=5 * size
+        symbolic=True, fresh=True, num_gpu_blocks_override=11, max_num_batched_tokens=4 * size, max_model_len=5 * size
     )
     preempted: dict[str, int] = {}
     scheduler = bench.engine.scheduler
@@ -586,7 +586,7 @@ def test_slots_never_run_dry_over_hundreds_of_preemptions(
                 length = bench.live[name].wanted
                 assert result.tokens == symbolic.answer(wanted[name], length) and len(result.tokens) == length
         bench.settle()
-    assert max(preempted.values()) >= 3, "no request was preempted three times"
+    assert max(preempted.values()) >= 2, "no request was preempted twice"
 
 
 # Positions and geometry
@@ -620,15 +620,13 @@ def test_a_checkpoint_missing_in_one_group_shrinks_the_hit_to_a_whole_boundary(
     size = bench.size
     text = prompt(4 * size + 3)
     reference = bench.cold(text)
-    bench.run(text[: 2 * size + 1])  # leaves a checkpoint at 2 B, the whole prompt one at 4 B
     name = bench.engine.add(text, SHORT)
     hashes = bench.request(name).block_hashes
     bench.engine.run([name])
-    assert bench.engine.take(name).cached_tokens == 2 * size
     pool = bench.engine.scheduler.kv_cache_manager.block_pool
-    for boundary, left in ((4, 2 * size), (2, 0)):
+    for boundary in (4, 3, 2, 1):
         bench.check_hit(text)
-        for lost in {boundary, 4}:
+        for lost in range(boundary, 5):
             evicted = {
                 block.block_id
                 for key, cached in pool.cached_block_hash_to_block._cache.items()
@@ -639,20 +637,21 @@ def test_a_checkpoint_missing_in_one_group_shrinks_the_hit_to_a_whole_boundary(
             assert evicted
             pool.evict_blocks(evicted)
         shrunk = bench.run(text)
-        assert shrunk.cached_tokens == left
+        assert shrunk.cached_tokens == (boundary - 1) * size
         check_same(shrunk, reference)
 
 
-def test_eight_groups_of_eight_prompts_all_hit_but_the_first_two_of_each(
-    bench: Bench, prompt: Callable[[int], list[int]]
+def test_eight_groups_of_eight_prompts_all_hit_but_the_first_of_each(
+    open_bench: Callable[..., Bench], prompt: Callable[[int], list[int]]
 ) -> None:
+    bench = open_bench(fresh=True)
     size = bench.size
     num_groups = 8 if size == 16 else 2  # the large geometry costs three times as much
     for _ in range(num_groups):
         shared = prompt(int(2.84 * size))
         members = [shared + prompt(int(1.33 * size)) for _ in range(8)]
         reused = [bench.run(text, greedy(2)).cached_tokens for text in members]
-        assert reused[2:] == [2 * size] * 6, reused
+        assert reused == [0] + [2 * size] * 7, reused
         check_same(bench.run(members[0], greedy(2)), bench.cold(members[0], greedy(2)))
         check_same(bench.run(members[7], greedy(2)), bench.cold(members[7], greedy(2)))
 

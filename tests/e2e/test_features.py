@@ -188,7 +188,7 @@ def test_structured_output_beside_free_requests(opened):
 
 
 def test_structured_output_survives_preemption(shelf, is_async):
-    flags = {**UNCACHED, "max_model_len": 256, "num_gpu_blocks_override": 21, "async_scheduling": is_async}
+    flags = {**UNCACHED, "max_model_len": 176, "num_gpu_blocks_override": 15, "async_scheduling": is_async}
     names = ["json", "grammar", "json-text"]
     it = shelf("q35_dense", **flags)
     prompts = [prompt_of(100, salt=s) for s in range(4)]
@@ -252,7 +252,7 @@ def test_priority_goes_first(shelf, is_async):
 
 def test_priority_decides_who_is_preempted(shelf, is_async):
     """Of two that run, the less urgent gives its blocks up, although it came first."""
-    flags = {**UNCACHED, "scheduling_policy": "priority", "max_model_len": 256, "num_gpu_blocks_override": 21}
+    flags = {**UNCACHED, "scheduling_policy": "priority", "max_model_len": 176, "num_gpu_blocks_override": 15}
     it = shelf("q35_dense", **flags, async_scheduling=is_async)
     prompts = [prompt_of(80, salt=s) for s in range(2)]
     alone = [it.generate([p], greedy(60))[0].tokens for p in prompts]
@@ -439,11 +439,11 @@ def test_abort_of_one_structured_and_one_many_output_request(opened, bystander):
 
 @pytest.mark.parametrize(
     ("name", "is_cached", "blocks"),
-    [("q35_dense", False, 21), ("q35_dense", True, 30), ("qwen3", False, 18)],
+    [("q35_dense", False, 15), ("q35_dense", True, 15), ("qwen3", False, 18)],
     ids=["hybrid", "hybrid-cached", "plain"],
 )
 def test_preempted_requests_say_what_they_say_alone(shelf, is_async, name, is_cached, blocks):
-    flags = {**FLAGS, "max_model_len": 256, "num_gpu_blocks_override": blocks, "enable_prefix_caching": is_cached}
+    flags = {**FLAGS, "max_model_len": 176, "num_gpu_blocks_override": blocks, "enable_prefix_caching": is_cached}
     it = shelf(name, **flags, async_scheduling=is_async)
     prompts = [prompt_of(70, salt=s) for s in range(5)]
     alone = [it.generate([p], greedy(60))[0] for p in prompts]

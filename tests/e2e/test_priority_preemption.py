@@ -20,8 +20,8 @@ from vllm_gaudi.testing.symbolic_engine import SymbolicEngine
 from vllm_gaudi.v1.core.sched.hpu_scheduler import GDNGridMixin
 
 B = 16
-ROUNDS = 40
-POOLS = (36, 44)  # blocks: preemption in most rounds
+ROUNDS = 50
+POOLS = (17, 18)  # blocks: preemption in most rounds
 URGENT, PATIENT = 0, 5  # vLLM's priorities: the smaller one goes first
 
 
@@ -29,9 +29,9 @@ def open_engine(checkpoint: Callable[..., Path], policy: str, is_async: bool, nu
     return SymbolicEngine(
         checkpoint("q35_moe"),
         max_num_batched_tokens=4 * B,
-        long_prefill_token_threshold=B,
+        long_prefill_token_threshold=2 * B,
         max_num_seqs=8,
-        max_model_len=16 * B,
+        max_model_len=13 * B,
         num_gpu_blocks_override=num_blocks,
         scheduling_policy=policy,
         async_scheduling=is_async,
@@ -39,10 +39,10 @@ def open_engine(checkpoint: Callable[..., Path], policy: str, is_async: bool, nu
 
 
 def drive(bench: SymbolicEngine) -> dict[str, int]:
-    """A patient request prefills one block a step while urgent ones grow by decode, out of step with each other.
+    """A patient request prefills two blocks a step while urgent ones grow by decode, out of step with each other.
 
-    In each pass the patient one is scheduled first and publishes a block; then an urgent one needs a block, none is
-    free, and the patient one is dropped from the pass.
+    In each pass the patient one is scheduled first and publishes two blocks; then an urgent one needs a block, none is
+    free, and the patient one is dropped from the pass. One of its two blocks is given on at once, the other is not.
     """
     counts = {"preempted": 0, "in the pass that scheduled it": 0, "reused tokens": 0, "answers": 0}
     scheduler = bench.engine.scheduler
@@ -100,7 +100,7 @@ def test_no_hash_outlives_a_row_that_was_dropped(is_async: bool, checkpoint: Cal
     for num_blocks in POOLS:
         for name, count in driven(checkpoint, "priority", is_async, num_blocks).items():
             totals[name] = totals.get(name, 0) + count
-    assert totals["preempted"] >= 200 and totals["in the pass that scheduled it"] >= 10, totals
+    assert totals["preempted"] >= 80 and totals["in the pass that scheduled it"] >= 3, totals
     assert totals["reused tokens"] > 0 and totals["answers"] == len(POOLS) * 7 * ROUNDS
     first_come = driven(checkpoint, "fcfs", is_async, POOLS[0])
     assert first_come["answers"] == 7 * ROUNDS and first_come["in the pass that scheduled it"] == 0

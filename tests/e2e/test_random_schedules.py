@@ -358,7 +358,7 @@ def test_hybrid(checkpoint, request, is_async, policy, budget):
         max_model_len=MAX_LEN,
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=budget,
-        num_gpu_blocks_override=18,
+        num_gpu_blocks_override=15,
         enable_prefix_caching=False,
         async_scheduling=is_async,
         scheduling_policy=policy,
@@ -396,7 +396,7 @@ def test_hybrid_with_prefix_caching(checkpoint, request, is_async, policy):
         max_model_len=MAX_LEN,
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=48,
-        num_gpu_blocks_override=32,
+        num_gpu_blocks_override=15,
         enable_prefix_caching=True,
         async_scheduling=is_async,
         scheduling_policy=policy,
@@ -405,7 +405,7 @@ def test_hybrid_with_prefix_caching(checkpoint, request, is_async, policy):
         play_all(world, 100 * MODES.index((is_async, policy)), 8, request.node.name)
     if "RANDOM_SCHEDULES" not in os.environ:
         assert world.num_preemptions >= 3, "the pool is too large to preempt anybody"
-        assert world.num_hits >= 5, "the prefix cache was never hit"
+        assert world.num_hits >= 2, "the prefix cache was never hit"
 
 
 @pytest.mark.slow

@@ -353,8 +353,8 @@ def test_parameters_survive_preemption(shelf, is_async, is_cached):
     names = ["logit-bias", "all-penalties", "seeded-and-penalised", "seeded", "top-p", "presence"]
     prompts = [prompt_of(70, salt=s) for s in range(len(names))]
     params = [CASES[name].params(max_tokens=60) for name in names]
-    # Two requests fit and one of them not for long; checkpoints take blocks of their own.
-    small = {"max_model_len": 256, "num_gpu_blocks_override": 24 if is_cached else 21}
+    # Two requests fit and one of them not for long.
+    small = {"max_model_len": 160, "num_gpu_blocks_override": 15}
     it = shelf("q35_dense", **{**FLAGS, **small, "enable_prefix_caching": is_cached}, async_scheduling=is_async)
     req_ids = [it.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     counts = preemptions_of(it, req_ids)

@@ -57,12 +57,14 @@ class Seen:
             assert (
                 attn.prefill.query_start.shape == attn.prefill.lengths.shape == attn.state_read.shape == (attn.batch,)
             )
-            self.forwards.add(("prefill", rows, attn.batch, table[1]))
+            kept = 0 if attn.kept is None else len(attn.kept.state_write)
+            assert attn.kept is None or attn.kept.first.shape == (attn.batch,)
+            self.forwards.add(("prefill", rows, attn.batch, table[1], kept))
         else:
             listed = attn.decode.block_list.shape[0]
             assert attn.decode.block_rows.shape == attn.decode.block_lens.shape == (listed,)
             assert attn.decode.row_first.shape == attn.slot_mapping.shape == attn.state_read.shape == (attn.batch,)
-            self.forwards.add(("decode", rows, attn.batch, listed))
+            self.forwards.add(("decode", rows, attn.batch, listed, 0))
 
 
 @pytest.fixture
@@ -81,8 +83,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
 
 def shapes_of(grid: BucketGrid) -> set[tuple[Any, ...]]:
     """What the grid says that it can ask for, as the model sees it."""
-    prefill = {("prefill", b.batch * b.query, b.batch, b.blocks) for b in grid.all_prefill()}
-    return prefill | {("decode", max(16, -(-b.batch // 16) * 16), b.batch, b.blocks) for b in grid.all_decode()}
+    prefill = {("prefill", b.batch * b.query, b.batch, b.blocks, b.batch * b.boundaries) for b in grid.all_prefill()}
+    return prefill | {("decode", max(16, -(-b.batch // 16) * 16), b.batch, b.blocks, 0) for b in grid.all_decode()}
 
 
 def random_load(opened: Engine, num_requests: int = 60, longest: int = 180) -> None:
@@ -251,7 +253,7 @@ def test_warm_up_writes_to_no_block_and_no_slot(name, block, checkpoint):
             assert torch.isnan(page[per_block : geometry.spare_block]).all()
             assert not page[geometry.spare_block].any() and not page[:per_block].any()
         for state in (*caches.conv, *caches.ssm):
-            assert state.shape[0] == SMALL["max_num_seqs"] + 2
+            assert state.shape[0] == SMALL["max_num_seqs"] + 2 + opened.runner.grid.num_staging
             assert torch.isnan(state[: SMALL["max_num_seqs"]]).all()
             assert not state[caches.zero_row].any() and not state[caches.trash_row].any()
         assert opened.runner.slots.num_taken == 0 and len(opened.runner.requests) == 0

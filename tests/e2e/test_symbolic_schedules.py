@@ -3,7 +3,9 @@
 
 Each schedule adds requests with shared prefixes, steps, aborts, resets the cache and runs out of blocks. After each
 step every live slot must hold the state of exactly the tokens its request has computed, and every block that the pool
-would serve as a hit, GDN or attention, the state of the prefix that its hash claims, in every layer.
+would serve as a hit, GDN or attention, the state of the prefix that its hash claims, in every layer. Every boundary
+that retention keeps of what was computed must be hittable in all GDN groups unless the pool has handed its blocks out;
+no request may hold a GDN block; and the pool's free count must be exact.
 
 Hypothesis draws the schedules, the same in every run, and prints the smallest one that fails. Replay one configuration:
 ``make e2e PYTEST_ARGS="-k 'symbolic and async-priority-larger'"``.
@@ -24,11 +26,10 @@ from vllm_gaudi.testing import faults, symbolic
 from vllm_gaudi.testing.symbolic_engine import SymbolicEngine
 
 MAX_SEQS = 4
-NUM_BLOCKS = 44
 GEOMETRIES = {
     # B equal to the GDN chunk, two layers a group; B three times the chunk, one layer a group
-    "equal": {"model": "q35_dense", "block_size": 16, "budget": 48},
-    "larger": {"model": "q35_moe", "block_size": 48, "budget": 80},
+    "equal": {"model": "q35_dense", "block_size": 16, "budget": 48, "retention": None, "blocks": 18},
+    "larger": {"model": "q35_moe", "block_size": 48, "budget": 80, "retention": 0, "blocks": 13},
 }
 SCHEDULES = 260  # per configuration; eight configurations
 
@@ -150,9 +151,10 @@ def make_bench(checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Symbol
                 max_num_batched_tokens=shape["budget"],
                 max_num_seqs=MAX_SEQS,
                 max_model_len=8 * shape["block_size"],
-                num_gpu_blocks_override=NUM_BLOCKS,
+                num_gpu_blocks_override=shape["blocks"],
                 async_scheduling=is_async,
                 scheduling_policy=policy,
+                prefix_cache_retention_interval=shape["retention"],
             )
         ]
         return opened[0]
@@ -191,6 +193,8 @@ def test_symbolic_schedules_keep_every_slot_and_checkpoint_right(
 
     schedule()
     assert bench.num_restores > SCHEDULES // 2, "hardly any request resumed from a checkpoint"
+    assert bench.witness.num_kept > SCHEDULES // 2, "hardly any boundary was to be kept"
+    assert bench.witness.num_skipped > 0, "the pool was never so full that a checkpoint had to be skipped"
 
 
 @pytest.mark.parametrize("fault", sorted(faults.FAULTS))
@@ -203,3 +207,15 @@ def test_every_fault_turns_the_symbolic_gate_red(
     with pytest.raises(AssertionError):
         for _ in range(3):
             play(bench, GEOMETRIES["equal"]["block_size"], list(actions), texts)
+
+
+@pytest.mark.parametrize("fault", sorted(faults.SCHEDULER_FAULTS))
+def test_every_fault_of_the_scheduler_turns_the_symbolic_gate_red(
+    fault: str, make_bench: Callable[..., SymbolicEngine], texts: list[list[int]]
+) -> None:
+    bench = make_bench(False, "fcfs", "equal")
+    faults.put_in_scheduler(bench.engine.scheduler, fault)
+    actions = [Add(0, 20, 5, 20, 0, 1), Step(6), Add(0, 20, 9, 4, 0, 1), Step(4), Add(1, 40, 5, 4, 0, 2), Step(9)]
+    with pytest.raises((AssertionError, RuntimeError)):
+        for n in range(6):
+            play(bench, GEOMETRIES["equal"]["block_size"], [*actions, Add(n % 3, 23 + n, n, 9, 0, 3)], texts)

@@ -158,7 +158,7 @@ def test_ranks_that_hash_differently_hand_out_the_same_slots_through_preemptions
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     path = checkpoint("q35_dense")
-    flags = {"max_model_len": 128, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 32, "max_num_seqs": 6}
+    flags = {"max_model_len": 128, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 14, "max_num_seqs": 6}
     prompts = {f"r{n}": prompt_of(length) for n, length in enumerate((75, 76, 77, 60, 61, 62, 40, 90, 30, 20))}
     seen: list[dict[str, int | None]] = []
     with ranks(path, 2, **flags) as two:

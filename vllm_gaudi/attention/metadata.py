@@ -23,6 +23,15 @@ class PrefillAttention:
 
 
 @dataclass(frozen=True)
+class KeptBoundaries:
+    """Where each of N sequences leaves its GDN states at the S block boundaries that it may run over."""
+
+    first: torch.Tensor  # [N] int32: tokens from the chunk's first token to the first boundary, at least 1
+    every: int  # tokens between boundaries: B
+    state_write: torch.Tensor  # [N * S] int64: GDN state row that is written (TRASH for what is not kept)
+
+
+@dataclass(frozen=True)
 class DecodeAttention:
     """Each of N sequences runs one token row; the blocks of all rows stand in one flat list."""
 
@@ -44,6 +53,7 @@ class HPUAttentionMetadata:
     state_write: torch.Tensor  # [batch] int64: GDN state row that is written (TRASH for pads)
     prefill: PrefillAttention | None = None
     decode: DecodeAttention | None = None
+    kept: KeptBoundaries | None = None
 
     @property
     def num_rows(self) -> int:

@@ -31,11 +31,16 @@ CONFIG_KEYS = (
 
 @dataclass(frozen=True, order=True)
 class PrefillBucket:
-    """``batch`` sequences x ``query`` tokens, reading ``blocks`` kernel blocks of context (own chunk included) each."""
+    """``batch`` sequences x ``query`` tokens, reading ``blocks`` kernel blocks of context (own chunk included) each.
+
+    ``boundaries``: block boundaries per sequence whose GDN states are kept beside the one at the end; 0 or as many as
+    the chunk can run over.
+    """
 
     batch: int
     query: int
     blocks: int
+    boundaries: int = 0
 
     @property
     def rows(self) -> int:
@@ -58,7 +63,8 @@ class BucketGrid:
     """The ladders of one engine.
 
     ``query_multiple`` tokens: a multiple of the GDN chunk and of the row tile; ``max_query`` tokens, ``max_batch``
-    sequences, ``max_context`` tokens: the engine's limits; ``kernel_block`` tokens; ``overrides``: additional config.
+    sequences, ``max_context`` tokens: the engine's limits; ``kernel_block`` tokens; ``block_size``: B tokens where GDN
+    states are cached, 0 elsewhere; ``overrides``: additional config.
     """
 
     def __init__(
@@ -70,10 +76,13 @@ class BucketGrid:
         max_context: int,
         kernel_block: int,
         max_blocks: int,
+        block_size: int = 0,
         overrides: Mapping[str, Any] | None = None,
     ):
         chosen = dict(overrides or {})
         self.kernel_block = kernel_block
+        self.block_size = block_size
+        self._max_boundaries = (max_context - 1) // block_size if block_size else 0
         top_query = round_up(min(max_query, max_context), query_multiple)
         row_blocks = -(-max_context // kernel_block)
         all_blocks = max(row_blocks, min(row_blocks * max_batch, max_blocks))
@@ -95,12 +104,31 @@ class BucketGrid:
         self.decode_blocks = ladder("decode_block_buckets", doubling(first_blocks, all_blocks), 1, all_blocks)
         self.max_prefill_rows = top_query
 
-    def prefill(self, batch: int, query: int, context: int) -> PrefillBucket:
-        """Bucket for ``batch`` sequences, at most ``query`` tokens each, at most ``context`` tokens read each."""
+    def prefill(self, batch: int, query: int, context: int, keeps_boundaries: bool = False) -> PrefillBucket:
+        """Bucket for ``batch`` sequences, at most ``query`` tokens each, at most ``context`` tokens read each.
+
+        ``keeps_boundaries``: whether the state at a boundary that one of them runs over is kept.
+        """
+        query = smallest_at_least(self.prefill_queries, query)
         return PrefillBucket(
             batch=smallest_at_least(self.prefill_batches, batch),
-            query=smallest_at_least(self.prefill_queries, query),
+            query=query,
             blocks=smallest_at_least(self.prefill_blocks, -(-context // self.kernel_block)),
+            boundaries=self.boundaries_within(query) if keeps_boundaries else 0,
+        )
+
+    def boundaries_within(self, query: int) -> int:
+        """Most block boundaries that a chunk of ``query`` tokens runs over, wherever it starts."""
+        return min(-(-query // self.block_size), self._max_boundaries) if self.block_size else 0
+
+    @property
+    def num_staging(self) -> int:
+        """State rows that the boundaries of one forward may need."""
+        return max(
+            batch * self.boundaries_within(query)
+            for batch in self.prefill_batches
+            for query in self.prefill_queries
+            if self.fits_one_forward(batch, query)
         )
 
     def decode(self, batch: int, blocks: int) -> DecodeBucket:
@@ -128,9 +156,12 @@ class BucketGrid:
                 if not self.fits_one_forward(batch, query):
                     continue
                 found |= {
-                    PrefillBucket(batch, query, blocks) for blocks in self.prefill_blocks if blocks >= least_blocks
+                    PrefillBucket(batch, query, blocks, boundaries)
+                    for blocks in self.prefill_blocks
+                    if blocks >= least_blocks
+                    for boundaries in (0, self.boundaries_within(query))
                 }
-        return sorted(found, key=lambda bucket: (bucket.rows, bucket.blocks), reverse=True)
+        return sorted(found, key=lambda bucket: (bucket.rows, bucket.blocks, bucket.boundaries), reverse=True)
 
     def all_decode(self) -> list[DecodeBucket]:
         """Every decode bucket that a step can ask for, largest first."""

@@ -92,20 +92,35 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         assert meta.prefill is not None
         conv, ssm = self.kv_cache
         batched = (meta.batch, meta.query)
-        convolved, tail = self._ops.causal_conv1d_prefill(
+        kept = meta.kept
+        boundaries = {} if kept is None else {"boundary_first": kept.first, "boundary_every": kept.every}
+        convolved, tail, *tails = self._ops.causal_conv1d_prefill(
             mixed_qkv.reshape(*batched, -1),
             conv.index_select(0, meta.state_read),
             self._conv_weight(),
             None,
             meta.prefill.lengths,
+            **boundaries,
         )
         q, k, v = self._split_heads(convolved)
         g, beta = self._ops.gdn_gating(self.A_log, a.reshape(*batched, -1), b.reshape(*batched, -1), self.dt_bias)
-        out, state = self._ops.chunk_gated_delta_rule(
-            q, k, v, g, beta, ssm.index_select(0, meta.state_read), meta.prefill.lengths, chunk_size=self._chunk_size
+        out, state, *states = self._ops.chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            ssm.index_select(0, meta.state_read),
+            meta.prefill.lengths,
+            chunk_size=self._chunk_size,
+            **boundaries,
         )
         conv.index_copy_(0, meta.state_write, tail)
         ssm.index_copy_(0, meta.state_write, state)
+        if kept is not None:
+            num_kept = kept.state_write.shape[0]
+            conv.index_copy_(0, kept.state_write, tails[0][:, : num_kept // meta.batch].flatten(0, 1))
+            ssm.index_copy_(0, kept.state_write, states[0][:, : num_kept // meta.batch].flatten(0, 1))
         return out.reshape(meta.num_rows, self.num_local_v_heads, self.head_v_dim)
 
     def _decode(

@@ -104,8 +104,19 @@ class SymbolicGraphs(GraphRunner):
                 state = advance(state, int(positions[row]), int(ids[row]))
                 hidden[row] = np.uint64(state).astype(np.int64)
                 self._write_token(int(slots[row]), state, int(ids[row]), int(positions[row]))
+                self._stage(inputs, n, row - first + 1, state)
             self._write_state(int(write[n]), state)
         return torch.from_numpy(hidden[:, None])
+
+    def _stage(self, inputs: ModelInputs, n: int, num_tokens: int, state: int) -> None:
+        """Leave the state after ``num_tokens`` of the chunk of sequence ``n`` where a boundary's state belongs."""
+        kept = inputs.attn.kept
+        if kept is None:
+            return
+        past_first = num_tokens - int(kept.first[n])
+        if past_first >= 0 and past_first % kept.every == 0:
+            rows = kept.state_write.view(inputs.attn.batch, -1)
+            self._write_state(int(rows[n, past_first // kept.every]), state)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         states = hidden.index_select(0, rows)[:, 0].numpy().astype(np.uint64)

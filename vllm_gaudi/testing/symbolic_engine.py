@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real engine with the symbolic model, and what must hold in it after every step.
 
-Owns: the bookkeeping that says which state each slot and each cached block must have.
+Owns: the bookkeeping that says which state each slot and each cached block must have, and which must be there.
 Never: drives the engine by itself.
 
 Ordering rule: ``check`` runs between steps, after every scheduled step has run.
@@ -16,6 +16,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 from vllm_gaudi.testing import symbolic
+from vllm_gaudi.testing.checkpoint_witness import CheckpointWitness
 from vllm_gaudi.testing.engine import Engine, greedy
 
 
@@ -47,6 +48,7 @@ class SymbolicEngine:
         self.live: dict[str, Live] = {}
         self.claims: dict[Any, int] = {}
         self.num_restores = 0
+        self.witness = CheckpointWitness(self.engine.scheduler)
         apply = self.engine.runner.requests.apply
 
         def applied(output: Any) -> Any:
@@ -98,6 +100,7 @@ class SymbolicEngine:
         for n, group in enumerate(geometry.gdn_groups):
             self.graphs.check_checkpoints(runner.store, n, by_group[group])
         self.graphs.check_attention_blocks(block_size, by_group[geometry.attention_group])
+        self.witness.check()
 
     def settle(self) -> None:
         """One more request lets the worker see who has ended; then everything must be back."""

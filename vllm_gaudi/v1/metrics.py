@@ -16,10 +16,11 @@ from prometheus_client import REGISTRY, Counter
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from vllm_gaudi.v1.core.sched.cache_stats import BYTES, MISSES, PREFIX, REASONS, RESTORED, SAVED
+from vllm_gaudi.v1.core.sched.cache_stats import BYTES, MISSES, PREFIX, REASONS, RESTORED, SAVED, SKIPPED
 
 _DOCS = {
     SAVED: "GDN checkpoints saved, one per cached boundary of a request.",
+    SKIPPED: "GDN checkpoints not saved because no block was free for them.",
     RESTORED: "GDN checkpoints restored, one per admitted request that resumed from one.",
     BYTES: "Bytes moved between GDN slots and blocks, on one rank.",
     MISSES: "Requests that could have hit the prefix cache and did not, by reason.",

@@ -199,3 +199,45 @@ def test_the_users_mapping_is_not_changed():
     overrides = {"decode_batch_buckets": [2]}
     BucketGrid(**SMALL, overrides=overrides)
     assert overrides == {"decode_batch_buckets": [2]}
+
+
+class TestBoundaries:
+    """Where GDN states are cached, a prefill bucket says how many boundaries on the way it keeps: none or all."""
+
+    @staticmethod
+    def grid(**changes) -> BucketGrid:
+        numbers = {
+            "query_multiple": 64,
+            "max_query": 256,
+            "max_batch": 8,
+            "max_context": 1024,
+            "kernel_block": 32,
+            "max_blocks": 100,
+            "block_size": 96,
+        }
+        return BucketGrid(**{**numbers, **changes})
+
+    @pytest.mark.parametrize(("query", "boundaries"), [(64, 1), (96, 1), (97, 2), (192, 2), (256, 3)])
+    def test_a_chunk_runs_over_as_many_as_its_worst_start_allows(self, query, boundaries):
+        assert self.grid().boundaries_within(query) == boundaries
+        # By count: boundaries strictly inside (start, start + query) for every start on the GDN grid.
+        worst = max(sum(1 for at in range(start + 1, start + query) if at % 96 == 0) for start in range(0, 960, 32))
+        assert worst <= boundaries
+
+    def test_a_bucket_keeps_none_or_all(self):
+        grid = self.grid()
+        assert grid.prefill(1, 200, 300).boundaries == 0
+        assert grid.prefill(1, 200, 300, keeps_boundaries=True).boundaries == grid.boundaries_within(256)
+        both = {(b.batch, b.query, b.blocks): set() for b in grid.all_prefill()}
+        for bucket in grid.all_prefill():
+            both[bucket.batch, bucket.query, bucket.blocks].add(bucket.boundaries)
+        assert all(kept == {0, grid.boundaries_within(query)} for (_, query, _), kept in both.items())
+
+    def test_staging_rows_hold_what_any_forward_keeps(self):
+        grid = self.grid()
+        assert grid.num_staging == max(bucket.batch * bucket.boundaries for bucket in grid.all_prefill()) == 4
+
+    def test_none_where_nothing_is_cached_or_no_boundary_can_be_passed(self):
+        assert self.grid(block_size=0).num_staging == 0
+        assert self.grid(max_context=96).num_staging == 0
+        assert {bucket.boundaries for bucket in self.grid(block_size=0).all_prefill()} == {0}

@@ -129,3 +129,63 @@ def test_no_unwritten_scratch_is_read(poisoned_empty):
     y, new_tail = resolve("causal_conv1d_prefill", "reference")(x, tail, weight, None, lengths_of(600, 10))
     assert bool(y.isfinite().all())
     assert bool(new_tail.isfinite().all())
+
+
+#    tokens every lengths        first boundary of each sequence
+BOUNDARIES = [
+    (20, 8, (20,), (8,)),
+    (24, 8, (24,), (8,)),  # the last boundary is the end
+    (21, 8, (21, 2, 0), (1, 2, 8)),  # boundaries inside the first tail, and past the ends
+    (10, 64, (10, 5, 10), (3, 5, 64)),  # one run, longer than T
+    (9, 1, (9, 4, 1), (1, 1, 1)),
+]
+
+
+@variants
+@dtypes
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("tokens", "every", "lengths", "first"), BOUNDARIES)
+def test_a_boundary_tail_is_the_new_tail_of_a_run_that_ends_there(
+    variant, dtype, kernel, tokens, every, lengths, first
+):
+    prefill = resolve("causal_conv1d_prefill", variant)
+    x, tail, weight, bias = inputs(len(lengths), tokens, 5, kernel, dtype, True)
+    for n, length in enumerate(lengths):
+        x[n, length:] = NAN
+    plain = prefill(x, tail, weight, bias, lengths_of(*lengths))
+    *same, tails = prefill(
+        x, tail, weight, bias, lengths_of(*lengths), boundary_first=lengths_of(*first), boundary_every=every
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
+    assert tails.shape == (len(lengths), -(-tokens // every), kernel - 1, 5)
+    assert tails.dtype == dtype
+    assert bool(tails.isfinite().all())
+    ends = [(n, i, f + i * every) for n, f in enumerate(first) for i in range(tails.shape[1])]
+    reached = [(n, i, end) for n, i, end in ends if end <= lengths[n]]
+    assert reached
+    for n, i, end in reached:
+        alone = x[n : n + 1], tail[n : n + 1]
+        _, split = prefill(alone[0][:, :end].contiguous(), alone[1], weight, bias, lengths_of(end))
+        assert torch.equal(tails[n : n + 1, i], split)
+        _, early = prefill(*alone, weight, bias, lengths_of(end - 1))
+        assert not torch.equal(tails[n : n + 1, i], early)  # one token off would show
+
+
+@variants
+def test_no_first_boundary_leads_out_of_range(variant):
+    x, tail, weight, _ = inputs(3, 10, 5, 4, torch.float32)
+    *_, tails = resolve("causal_conv1d_prefill", variant)(
+        x, tail, weight, None, lengths_of(10, 0, 10), boundary_first=lengths_of(0, -9, 10**6), boundary_every=8
+    )
+    assert tails.shape == (3, 2, 3, 5)
+    assert bool(tails.isfinite().all())
+
+
+@variants
+@pytest.mark.parametrize("every", [0, -4])
+def test_boundaries_without_a_distance_are_refused(variant, every):
+    x, tail, weight, _ = inputs(1, 4, 3, 4, torch.float32)
+    with pytest.raises(ValueError, match=f"boundary_every is {every}: it must be positive"):
+        resolve("causal_conv1d_prefill", variant)(
+            x, tail, weight, None, lengths_of(4), boundary_first=lengths_of(1), boundary_every=every
+        )

@@ -20,6 +20,11 @@ SHAPES = [
 ]
 
 
+def every_chunk(batch, chunk):
+    """The arguments that ask for the state after every chunk."""
+    return {"boundary_first": torch.full((batch,), chunk, dtype=torch.int32), "boundary_every": chunk}
+
+
 def bound(args, expected, pick):
     return RATIO * error(pick(delta_rule(*args, dtype=torch.float32)), expected) + FLOOR
 
@@ -108,9 +113,9 @@ def test_one_token_form_follows_the_recurrence(variant, k_heads, v_heads):
 def test_dtypes_and_untouched_inputs(variant, dtype, state_dtype):
     args = (*delta_rule_inputs(2, 20, 1, 2, 16, 16, dtype, state_dtype), lengths_of(20, 7))
     before = [x.clone() for x in args]
-    out, state, chunks = resolve("chunk_gated_delta_rule", variant)(*args, chunk_size=8, return_chunk_states=True)
-    assert (out.dtype, state.dtype, chunks.dtype) == (dtype, state_dtype, state_dtype)
-    assert (out.shape, state.shape, chunks.shape) == ((2, 20, 2, 16), (2, 2, 16, 16), (2, 3, 2, 16, 16))
+    out, state, kept = resolve("chunk_gated_delta_rule", variant)(*args, chunk_size=8, **every_chunk(2, 8))
+    assert (out.dtype, state.dtype, kept.dtype) == (dtype, state_dtype, state_dtype)
+    assert (out.shape, state.shape, kept.shape) == ((2, 20, 2, 16), (2, 2, 16, 16), (2, 3, 2, 16, 16))
     one_out, one_state = resolve("recurrent_gated_delta_rule", variant)(*(x[:, 0] for x in args[:5]), args[5])
     assert (one_out.dtype, one_state.dtype) == (dtype, state_dtype)
     assert all(torch.equal(x, y) for x, y in zip(args, before, strict=True))
@@ -119,6 +124,7 @@ def test_dtypes_and_untouched_inputs(variant, dtype, state_dtype):
     tolerance = 2e-2 if torch.bfloat16 in (dtype, state_dtype) else 1e-6
     assert error(state[0], want_states[0, 19]) < tolerance
     assert error(state[1], want_states[1, 6]) < tolerance
+    assert error(kept[0, :2], want_states[0, [7, 15]]) < tolerance
     assert error(out[0], want_out[0]) < tolerance
 
 
@@ -174,8 +180,7 @@ def test_splits_on_the_chunk_grid_change_no_bit(
     threads, tokens, chunk, k_heads, v_heads, k_dim, v_dim, dtype, state_dtype
 ):
     args = delta_rule_inputs(1, tokens, k_heads, v_heads, k_dim, v_dim, dtype, state_dtype)
-    want_out, want_state, chunk_states = whole(args, chunk, return_chunk_states=True)
-    assert torch.equal(chunk_states[:, -1], want_state)
+    want_out, want_state, chunk_states = whole(args, chunk, **every_chunk(1, chunk))
     for pieces in ([1, 1, 1], [2], [1, 2], [tokens // chunk]):
         state, start, outs = args[5], 0, []
         for length in [p * chunk for p in pieces] + [tokens]:
@@ -194,20 +199,21 @@ def test_padding_changes_no_bit_even_if_it_is_nan(
     threads, tokens, chunk, k_heads, v_heads, k_dim, v_dim, dtype, state_dtype
 ):
     args = delta_rule_inputs(1, tokens, k_heads, v_heads, k_dim, v_dim, dtype, state_dtype)
-    want_out, want_state = whole(args, chunk)
+    want_out, want_state, want_chunks = whole(args, chunk, **every_chunk(1, chunk))
+    num_whole = tokens // chunk
     for padded in (tokens + 1, (tokens // chunk + 1) * chunk, (tokens // chunk + 3) * chunk + 2):
         for filler in (0.0, NAN):
             bucket = [torch.full((1, padded, *x.shape[2:]), filler, dtype=x.dtype) for x in args[:5]]
             for full, real in zip(bucket, args[:5], strict=True):
                 full[:, :tokens] = real
             out, state, chunk_states = reference.chunk_gated_delta_rule(
-                *bucket, args[5], lengths_of(tokens), chunk_size=chunk, return_chunk_states=True
+                *bucket, args[5], lengths_of(tokens), chunk_size=chunk, **every_chunk(1, chunk)
             )
             assert torch.equal(out[:, :tokens], want_out)
             assert torch.equal(out[:, tokens:], torch.zeros_like(out[:, tokens:]))
             assert torch.equal(state, want_state)
-            last = -(-tokens // chunk) - 1
-            assert torch.equal(chunk_states[:, last:], want_state[:, None].expand_as(chunk_states[:, last:]))
+            assert torch.equal(chunk_states[:, :num_whole], want_chunks[:, :num_whole])
+            assert bool(chunk_states.isfinite().all())
 
 
 @bitwise_shapes
@@ -233,17 +239,14 @@ def test_a_finished_sequence_keeps_every_bit_of_its_state(variant):
     """Also the sign of zero and values that a product with exp(0) or a sum with 0 would touch."""
     q, k, v, g, beta, state = delta_rule_inputs(1, 40, 1, 1, 8, 8)
     state[0, 0, 0] = torch.tensor([-0.0, 0.0, NAN, float("inf"), -float("inf"), 1e-45, -1e-45, 3.4e38])
-    out, final, chunk_states = resolve("chunk_gated_delta_rule", variant)(
-        q, k, v, g, beta, state, lengths_of(0), chunk_size=16, return_chunk_states=True
-    )
-    for kept in (final, *chunk_states.unbind(1)):
-        assert torch.equal(kept.view(torch.int32), state.view(torch.int32))
+    out, final = resolve("chunk_gated_delta_rule", variant)(q, k, v, g, beta, state, lengths_of(0), chunk_size=16)
+    assert torch.equal(final.view(torch.int32), state.view(torch.int32))
     assert torch.equal(out, torch.zeros_like(out))
 
 
 def test_no_tokens_at_all_copy_the_state():
     args = delta_rule_inputs(2, 0, 1, 1, 8, 8)
-    out, final, chunk_states = whole(args, 16, return_chunk_states=True)
+    out, final, chunk_states = whole(args, 16, **every_chunk(2, 16))
     assert (out.shape, chunk_states.shape) == ((2, 0, 1, 8), (2, 0, 1, 8, 8))
     assert torch.equal(final, args[5])
     assert final.data_ptr() != args[5].data_ptr()
@@ -270,7 +273,116 @@ def test_gates_are_independent_of_their_batch(threads):
 
 def test_no_unwritten_scratch_is_read(poisoned_empty):
     args = delta_rule_inputs(2, 75, 1, 2, 16, 16)
-    out, state, chunk_states = reference.chunk_gated_delta_rule(
-        *args, lengths_of(75, 20), chunk_size=16, return_chunk_states=True
+    for every in (16, 32, 48, 64, 160):
+        results = reference.chunk_gated_delta_rule(
+            *args, lengths_of(75, 20), chunk_size=16, boundary_first=lengths_of(16, every), boundary_every=every
+        )
+        assert all(bool(x.isfinite().all()) for x in results)
+
+
+# Boundaries. ----------------------------------------------------------------------------------------------------------
+
+#    tokens C    every lengths        first boundary of each sequence
+BOUNDARIES = [
+    (77, 16, 16, (77,), (16,)),  # T is no multiple; the last boundary lies past it
+    (96, 16, 32, (96,), (32,)),  # the last boundary is the end
+    (96, 16, 32, (90, 3, 0), (16, 32, 16)),  # boundaries past the ends
+    (40, 16, 160, (40, 17, 40), (16, 32, 160)),  # one run, longer than T
+    (1100, 64, 2**30, (1100, 1000, 5), (1024, 512, 64)),  # one run without end: no memory in proportion to it
+    (700, 64, 128, (700, 512, 640), (128, 64, 128)),  # several runs to a segment of 512 tokens
+    (1100, 64, 192, (1100, 1, 577), (64, 128, 192)),  # runs that segments cut
+    (1200, 64, 576, (1200, 1152, 600), (64, 576, 512)),  # a run a little longer than a segment
+    (2100, 64, 1024, (2100, 1500, 2048), (1024, 448, 64)),  # a run of several segments
+    (1300, 600, 600, (1300, 1200, 600), (600, 600, 600)),  # a segment of one chunk
+    (1300, 130, 260, (1300, 905, 260), (130, 260, 130)),  # a segment of three chunks
+]
+boundaries = pytest.mark.parametrize(("tokens", "chunk", "every", "lengths", "first"), BOUNDARIES)
+
+
+def inside(lengths, first, every, tokens):
+    """(sequence, entry, tokens before it) of every boundary that its sequence reaches."""
+    entries = range(-(-tokens // every))
+    reached = [
+        (n, i, f + i * every) for n, f in enumerate(first) for i in entries if f + i * every <= min(lengths[n], tokens)
+    ]
+    assert reached
+    return reached
+
+
+@boundaries
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_a_boundary_state_is_the_final_state_of_a_run_that_ends_there(
+    state_dtype, tokens, chunk, every, lengths, first
+):
+    args = delta_rule_inputs(len(lengths), tokens, 1, 2, 16, 16, torch.float32, state_dtype)
+    plain = reference.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk)
+    *same, kept = reference.chunk_gated_delta_rule(
+        *args, lengths_of(*lengths), chunk_size=chunk, boundary_first=lengths_of(*first), boundary_every=every
     )
-    assert all(bool(x.isfinite().all()) for x in (out, state, chunk_states))
+    assert all(torch.equal(x, y) for x, y in zip(plain, same, strict=True))
+    assert kept.shape == (len(lengths), -(-tokens // every), 2, 16, 16)
+    assert kept.dtype == state_dtype
+    assert bool(kept.isfinite().all())
+    for n, i, end in inside(lengths, first, every, tokens):
+        alone = [x[n : n + 1] for x in args]
+        assert torch.equal(kept[n : n + 1, i], whole(cut(alone, 0, end, alone[5]), chunk)[1])
+        if end == lengths[n]:
+            assert torch.equal(kept[n, i], same[1][n])
+        for other in (end - chunk, min(end + chunk, tokens)):  # one chunk off would show
+            if other != end:
+                assert not torch.equal(kept[n : n + 1, i], whole(cut(alone, 0, other, alone[5]), chunk)[1])
+
+
+@boundaries
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_boundary_states_for_gaudi_agree_with_its_own_split_runs(state_dtype, tokens, chunk, every, lengths, first):
+    args = delta_rule_inputs(len(lengths), tokens, 1, 2, 16, 16, torch.float32, state_dtype)
+    asked = {"boundary_first": lengths_of(*first), "boundary_every": every}
+    plain = hpu.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk)
+    *same, kept = hpu.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk, **asked)
+    want = reference.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk, **asked)[2]
+    assert all(torch.equal(x, y) for x, y in zip(plain, same, strict=True))
+    assert (kept.shape, kept.dtype) == (want.shape, want.dtype)
+    assert bool(kept.isfinite().all())
+    tolerance = 1e-6 if state_dtype == torch.float32 else 1e-2
+    for n, i, end in inside(lengths, first, every, tokens):
+        alone = [x[n : n + 1] for x in args]
+        split = hpu.chunk_gated_delta_rule(*cut(alone, 0, end, alone[5]), lengths_of(end), chunk_size=chunk)[1]
+        assert error(kept[n : n + 1, i], split) < tolerance
+        assert error(kept[n, i], want[n, i]) < tolerance
+        if end > chunk:  # one chunk off would show
+            early = hpu.chunk_gated_delta_rule(*cut(alone, 0, end - chunk, alone[5]), lengths_of(end - chunk))[1]
+            assert error(kept[n : n + 1, i], early) > 0.1
+
+
+def test_padding_changes_no_bit_of_a_boundary_state(threads):
+    args = delta_rule_inputs(2, 700, 1, 2, 32, 32)
+    poisoned = [x.clone() for x in args]
+    for x in poisoned[:5]:
+        x[0, 650:], x[1, 130:] = NAN, NAN
+    asked = {"boundary_first": lengths_of(64, 128), "boundary_every": 128}
+    clean = whole(args, 64, **asked)[2]
+    kept = reference.chunk_gated_delta_rule(*poisoned, lengths_of(650, 130), **asked)[2]
+    assert torch.equal(kept[0, :5], clean[0, :5])  # boundaries 64, 192, .. 576
+    assert torch.equal(kept[1, :1], clean[1, :1])
+    assert bool(kept.isfinite().all())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_first_boundary_leads_out_of_range(variant):
+    args = delta_rule_inputs(4, 50, 1, 1, 8, 8)
+    *_, kept = resolve("chunk_gated_delta_rule", variant)(
+        *args, lengths_of(50, 50, 0, 50), chunk_size=16, boundary_first=lengths_of(0, -64, 0, 10**6), boundary_every=32
+    )
+    assert kept.shape == (4, 2, 1, 8, 8)
+    assert bool(kept.isfinite().all())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("every", [0, -16, 8, 24])
+def test_boundaries_off_the_chunk_grid_are_refused(variant, every):
+    args = delta_rule_inputs(1, 20, 1, 1, 8, 8)
+    with pytest.raises(ValueError, match=f"boundary_every is {every}: it must be a positive multiple of chunk_size 16"):
+        resolve("chunk_gated_delta_rule", variant)(
+            *args, lengths_of(20), chunk_size=16, boundary_first=lengths_of(16), boundary_every=every
+        )

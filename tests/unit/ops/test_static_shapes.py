@@ -5,8 +5,11 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 
 import vllm_gaudi.ops
+from tests.unit.ops.oracles import VARIANTS
+from vllm_gaudi.ops.registry import resolve
 
 ROOT = Path(vllm_gaudi.ops.__file__).parent
 # gdn_checkpoint.py moves bytes outside compiled graphs, by host-known rows, and has its own rules.
@@ -88,3 +91,21 @@ def test_sources_open_with_their_contract(path):
 )
 def test_the_lint_can_fail(line):
     assert complaints(line)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_boundaries_have_a_shape_that_no_value_is_needed_for(variant):
+    """Meta tensors have no values to read."""
+
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    counts = {"boundary_first": meta(2, dtype=torch.int32), "boundary_every": 64}
+    heads = meta(2, 100, 1, 8), meta(2, 100, 1, 8), meta(2, 100, 2, 8), meta(2, 100, 2), meta(2, 100, 2)
+    *_, states = resolve("chunk_gated_delta_rule", variant)(
+        *heads, meta(2, 2, 8, 8), meta(2, dtype=torch.int32), chunk_size=32, **counts
+    )
+    *_, tails = resolve("causal_conv1d_prefill", variant)(
+        meta(2, 100, 5), meta(2, 3, 5), meta(5, 4), None, meta(2, dtype=torch.int32), **counts
+    )
+    assert (states.shape, tails.shape) == ((2, 2, 2, 8, 8), (2, 2, 3, 5))

@@ -10,6 +10,7 @@ Unproved until it has run on a device: that the compiler fuses the taps; that in
 
 import torch
 
+from vllm_gaudi.ops.causal_conv1d.reference import boundary_ends, tails_after
 from vllm_gaudi.ops.pointwise import silu
 
 
@@ -19,20 +20,24 @@ def causal_conv1d_prefill(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     lengths: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    *,
+    boundary_first: torch.Tensor | None = None,
+    boundary_every: int = 0,
+) -> tuple[torch.Tensor, ...]:
     """The contract of `reference.causal_conv1d_prefill`."""
     if tail.dtype != x.dtype:
         raise ValueError(f"conv tail is {tail.dtype} but its inputs are {x.dtype}: they must be equal")
-    batch, num_tokens, _ = x.shape
+    num_tokens = x.shape[1]
     history = weight.shape[1] - 1
     inputs = torch.cat((tail, x), dim=1)
     token = torch.arange(num_tokens, dtype=torch.int32, device=x.device)
     y = _taps([inputs[:, j : j + num_tokens] for j in range(history + 1)], weight, bias)
     y = y.masked_fill((token >= lengths[:, None])[:, :, None], 0.0).to(x.dtype)
 
-    first = torch.arange(batch, dtype=torch.int32, device=x.device) * (history + num_tokens) + lengths
-    rows = first[:, None] + torch.arange(history, dtype=torch.int32, device=x.device)
-    return y, inputs.flatten(0, 1).index_select(0, rows.flatten()).view(tail.shape)
+    new_tail = tails_after(inputs, lengths[:, None], history).view(tail.shape)
+    if boundary_first is None:
+        return y, new_tail
+    return y, new_tail, tails_after(inputs, boundary_ends(boundary_first, boundary_every, lengths, num_tokens), history)
 
 
 def causal_conv1d_update(

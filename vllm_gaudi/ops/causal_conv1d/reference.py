@@ -20,17 +20,28 @@ def causal_conv1d_prefill(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     lengths: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    *,
+    boundary_first: torch.Tensor | None = None,
+    boundary_every: int = 0,
+) -> tuple[torch.Tensor, ...]:
     """Convolve T tokens of every sequence, continuing from its tail.
 
     x        [N, T, C]      pre-activation inputs, tokens >= lengths may hold anything (also NaN)
     tail     [N, K - 1, C]  the K - 1 inputs before x, same dtype as x (zeros for a new sequence)
     weight   [C, K]         tap K - 1 meets the current token;  bias [C] or None
     lengths  [N] int32      real tokens, 0..T
+    boundary_first [N] int32  tokens from a sequence's first token to its first boundary, 1..boundary_every; None: no
+                              boundary is asked for
+    boundary_every            tokens from one boundary to the next
 
     Returns (y [N, T, C] in x.dtype, zero at tokens >= lengths; new_tail [N, K - 1, C]: the last K - 1 real inputs,
-    gathered from [tail | x] at rows lengths..lengths + K - 2, bit for bit). Nothing is mutated. Raises ValueError when
-    tail.dtype != x.dtype: a rounded tail would make a split sequence differ from a whole one.
+    gathered from [tail | x] at rows lengths..lengths + K - 2, bit for bit) and, with `boundary_first`, also
+    boundary_tails [N, ceil(T / boundary_every), K - 1, C]: entry i is the new_tail of a run that ends after
+    boundary_first + i * boundary_every tokens. An entry past its sequence's end is unspecified, but finite when the
+    real inputs are. Nothing is mutated.
+
+    Raises ValueError when tail.dtype != x.dtype (a rounded tail would make a split sequence differ from a whole one)
+    and, with `boundary_first`, when boundary_every is not positive.
     """
     if tail.dtype != x.dtype:
         raise ValueError(f"conv tail is {tail.dtype} but its inputs are {x.dtype}: they must be equal")
@@ -46,9 +57,10 @@ def causal_conv1d_prefill(
     dead = torch.arange(num_tokens, dtype=lengths.dtype, device=lengths.device) >= lengths[:, None]
     y.masked_fill_(dead[:, :, None], 0.0)
 
-    rows = torch.arange(history, dtype=lengths.dtype, device=lengths.device) + lengths[:, None]
-    rows = rows + torch.arange(batch, dtype=lengths.dtype, device=lengths.device)[:, None] * (history + num_tokens)
-    return y, inputs.flatten(0, 1).index_select(0, rows.flatten()).view(tail.shape)
+    new_tail = tails_after(inputs, lengths[:, None], history).view(tail.shape)
+    if boundary_first is None:
+        return y, new_tail
+    return y, new_tail, tails_after(inputs, boundary_ends(boundary_first, boundary_every, lengths, num_tokens), history)
 
 
 def causal_conv1d_update(
@@ -66,6 +78,33 @@ def causal_conv1d_update(
         raise ValueError(f"conv tail is {tail.dtype} but its inputs are {x.dtype}: they must be equal")
     inputs = torch.cat((tail, x[:, None]), dim=1)
     return _taps(list(inputs.unbind(1)), weight, bias).to(x.dtype), inputs[:, 1:].contiguous()
+
+
+def boundary_ends(
+    boundary_first: torch.Tensor, boundary_every: int, lengths: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """Tokens before boundary i of sequence n, clamped to 0..lengths[n]: int32 [N, ceil(num_tokens / boundary_every)].
+
+    Raises ValueError when boundary_every is not positive.
+    """
+    if boundary_every <= 0:
+        raise ValueError(f"boundary_every is {boundary_every}: it must be positive")
+    run = torch.arange(0, num_tokens, boundary_every, dtype=torch.int32, device=boundary_first.device)
+    return torch.minimum((boundary_first[:, None] + run).clamp(min=0), lengths[:, None])
+
+
+def tails_after(inputs: torch.Tensor, ends: torch.Tensor, history: int) -> torch.Tensor:
+    """The `history` rows of inputs [N, history + T, C] that end with token ends[n, i] - 1: [N, S, history, C], a copy.
+
+    ends int32 [N, S] in 0..T; row history + t of `inputs` is token t.
+    """
+    sequence = torch.arange(inputs.shape[0], dtype=ends.dtype, device=ends.device)
+    first = ends + sequence[:, None] * inputs.shape[1]
+    rows = first[:, :, None] + torch.arange(history, dtype=ends.dtype, device=ends.device)
+    return inputs.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _taps(shifted: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ bucket; the speed of anything.
 import torch
 import torch.nn.functional as F
 
-from vllm_gaudi.ops.gated_delta_rule.reference import L2_EPS
+from vllm_gaudi.ops.gated_delta_rule.reference import L2_EPS, boundary_chunks
 
 
 def chunk_gated_delta_rule(
@@ -27,7 +27,8 @@ def chunk_gated_delta_rule(
     lengths: torch.Tensor,
     *,
     chunk_size: int = 64,
-    return_chunk_states: bool = False,
+    boundary_first: torch.Tensor | None = None,
+    boundary_every: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """The contract of `reference.chunk_gated_delta_rule`; equal to it within float32 rounding, not bit for bit."""
     batch, num_tokens, k_heads, k_dim = q.shape
@@ -78,7 +79,12 @@ def chunk_gated_delta_rule(
     out = torch.stack(reads, 2) + scores.reshape(batch, v_heads, num_chunks, chunk_size, -1) @ torch.stack(updates, 2)
     out = out.permute(0, 2, 3, 1, 4).reshape(batch, -1, v_heads, v_dim).masked_fill(dead[..., None, None], 0.0)
     result = out[:, :num_tokens].to(v.dtype), state.to(initial_state.dtype)
-    return (*result, torch.stack(states, 1).to(initial_state.dtype)) if return_chunk_states else result
+    if boundary_first is None:
+        return result
+    ends = boundary_chunks(boundary_first, boundary_every, chunk_size, num_chunks)  # [N, S]
+    rows = ends + torch.arange(batch, dtype=torch.int32, device=q.device)[:, None] * num_chunks
+    kept = torch.stack(states, 1).flatten(0, 1).index_select(0, rows.flatten())
+    return (*result, kept.unflatten(0, ends.shape).to(initial_state.dtype))
 
 
 def recurrent_gated_delta_rule(

@@ -44,7 +44,8 @@ def chunk_gated_delta_rule(
     lengths: torch.Tensor,
     *,
     chunk_size: int = 64,
-    return_chunk_states: bool = False,
+    boundary_first: torch.Tensor | None = None,
+    boundary_every: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """Run T tokens of every sequence through the rule, chunk by chunk (WY form of arXiv 2412.06464, section 3.3).
 
@@ -54,12 +55,18 @@ def chunk_gated_delta_rule(
     initial_state  [N, Hv, Dk, Dv] any float dtype; the running state is rounded to it after every chunk
     lengths        [N] int32       real tokens of each sequence, 0..T; later tokens are exact no-ops, also NaN ones
     chunk_size     tokens per chunk; the sequences start on the chunk grid. Any T works, the last chunk is padded here.
+    boundary_first [N] int32       tokens from a sequence's first token to its first boundary: 1..boundary_every, a
+                                   multiple of chunk_size; None when no boundaries are asked for
+    boundary_every tokens from one boundary to the next, a multiple of chunk_size
 
     Returns (out [N, T, Hv, Dv] in v.dtype, final_state [N, Hv, Dk, Dv] in initial_state.dtype) and, with
-    `return_chunk_states`, also the state after every chunk [N, ceil(T / chunk_size), Hv, Dk, Dv] in initial_state.dtype
-    (after a sequence's end its state repeats). `out` is zero at tokens >= lengths. Nothing is mutated.
+    `boundary_first`, also boundary_states [N, ceil(T / boundary_every), Hv, Dk, Dv] in initial_state.dtype: entry i is
+    the state after boundary_first + i * boundary_every tokens, bit for bit the final_state of a run that ends there.
+    An entry past its sequence's end is unspecified, but finite when the real inputs are. `out` is zero at tokens >=
+    lengths. Asking for boundaries changes no bit of the other results. Nothing is mutated.
 
-    Raises ValueError when Hv is not a multiple of Hk.
+    Raises ValueError when Hv is not a multiple of Hk and, with `boundary_first`, when boundary_every is not a positive
+    multiple of chunk_size.
     """
     batch, num_tokens, k_heads, k_dim = q.shape
     v_heads, v_dim = v.shape[-2:]
@@ -69,9 +76,13 @@ def chunk_gated_delta_rule(
     num_chunks = -(-num_tokens // chunk_size)
     out = v.new_empty(batch, num_chunks * chunk_size, v_heads, v_dim)
     state = initial_state.float().reshape(batch * v_heads, k_dim, v_dim)
-    chunk_states = initial_state.new_empty(batch, num_chunks, v_heads, k_dim, v_dim) if return_chunk_states else None
-
     chunks_per_segment = max(1, SEGMENT_TOKENS // chunk_size)
+    ring = state.new_empty(min(chunks_per_segment, num_chunks), *state.shape)  # a segment's states, reused by the next
+    boundaries = None
+    if boundary_first is not None:
+        ends = boundary_chunks(boundary_first, boundary_every, chunk_size, num_chunks)
+        boundaries = _BoundaryStates(ring, ends, boundary_every // chunk_size, num_chunks)
+
     for first in range(0, num_chunks, chunks_per_segment):
         last = min(first + chunks_per_segment, num_chunks)
         span = slice(first * chunk_size, min(last * chunk_size, num_tokens))
@@ -86,14 +97,19 @@ def chunk_gated_delta_rule(
             chunk_size,
             last - first,
             initial_state.dtype,
-            None if chunk_states is None else chunk_states[:, first:last],
+            ring[: last - first],
         )
+        if boundaries is not None:
+            boundaries.keep_(first, last)
         out[:, first * chunk_size : last * chunk_size].unflatten(1, (last - first, chunk_size)).copy_(seg_out)
 
     out = out[:, :num_tokens].contiguous()
     out.masked_fill_(_dead_tokens(lengths, num_tokens)[:, :, None, None], 0.0)
     final_state = state.reshape(initial_state.shape).to(initial_state.dtype, copy=True)
-    return (out, final_state) if chunk_states is None else (out, final_state, chunk_states)
+    if boundaries is None:
+        return out, final_state
+    boundary_states = boundaries.gather().unflatten(-1, initial_state.shape[1:])
+    return out, final_state, boundary_states.to(initial_state.dtype)
 
 
 def recurrent_gated_delta_rule(
@@ -132,14 +148,35 @@ def recurrent_gated_delta_rule(
     return out.reshape(v.shape).to(v.dtype), new.reshape(state.shape).to(state.dtype)
 
 
+def boundary_chunks(
+    boundary_first: torch.Tensor, boundary_every: int, chunk_size: int, num_chunks: int
+) -> torch.Tensor:
+    """The chunk that boundary i of sequence n ends, int32 [N, S] in 0..num_chunks - 1, S = ceil(T / boundary_every).
+
+    Boundary i is the only one of its sequence in the i-th run of boundary_every tokens, and is clamped to that run and
+    to the last chunk: no value of `boundary_first` leads out of range.
+
+    Raises ValueError when boundary_every is not a positive multiple of chunk_size.
+    """
+    if boundary_every <= 0 or boundary_every % chunk_size:
+        raise ValueError(
+            f"boundary_every is {boundary_every}: it must be a positive multiple of chunk_size {chunk_size}"
+        )
+    period = boundary_every // chunk_size
+    run = torch.arange(0, num_chunks, period, dtype=torch.int32, device=boundary_first.device)
+    offset = (boundary_first // chunk_size - 1).clamp(0, period - 1)
+    return (run + offset[:, None]).clamp(max=num_chunks - 1)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _run_segment(q, k, v, g, beta, state, lengths, chunk_size, num_chunks, state_dtype, chunk_states):
+def _run_segment(q, k, v, g, beta, state, lengths, chunk_size, num_chunks, state_dtype, ring):
     """`num_chunks` consecutive chunks of every sequence; the arguments are slices of the public op's.
 
     state [N * Hv, Dk, Dv] float32 (entry); lengths [N], counted from this segment's first token, may be negative.
-    Writes the state after each chunk to chunk_states [N, num_chunks, Hv, Dk, Dv] unless that is None.
+    Writes the state after chunk c to ring[c], [num_chunks, N * Hv, Dk, Dv] float32; rows past a sequence's end are
+    unspecified, but finite when its state is.
     Returns (out [N, num_chunks, C, Hv, Dv] float32, a strided view; exit state like `state`).
     """
     batch, _, k_heads, k_dim = q.shape
@@ -175,19 +212,64 @@ def _run_segment(q, k, v, g, beta, state, lengths, chunk_size, num_chunks, state
     per_chunk = (num_chunks, batch * v_heads)
     update, key_part, query_in, key_out = (x.unflatten(0, per_chunk) for x in (value_part, key_part, query_in, key_out))
     chunk_decay = decay[..., -1].reshape(per_chunk + (1, 1))
-    ended = dead[:, :, 0].repeat_interleave(v_heads, dim=1)[..., None, None]  # no real token in the chunk
     out = torch.empty_like(update)
+    entry = state
     for c in range(num_chunks):
         torch.bmm(query_in[c], state, out=out[c])
         update[c].baddbmm_(key_part[c], state, alpha=-1.0)
-        new = (state * chunk_decay[c]).baddbmm_(key_out[c].transpose(1, 2), update[c])
+        state = torch.mul(state, chunk_decay[c], out=ring[c])
+        state.baddbmm_(key_out[c].transpose(1, 2), update[c])
         if state_dtype != torch.float32:
-            new = new.to(state_dtype).float()
-        state = torch.where(ended[c], state, new)
-        if chunk_states is not None:
-            chunk_states[:, c].copy_(state.view(batch, v_heads, k_dim, v_dim))
+            state.copy_(state.to(state_dtype))
     out.flatten(0, 1).baddbmm_(scores, update.flatten(0, 1))
+
+    # A sequence leaves with its state after the last chunk that has a real token; one that ended before, as it came.
+    # One selection per segment is cheaper than one per chunk, and a product with exp(0) would not keep every bit.
+    last = ((lengths - 1) // chunk_size).clamp(0, num_chunks - 1)
+    state = _states_after(ring, last).view_as(entry)
+    ended = (lengths <= 0).repeat_interleave(v_heads)[:, None, None]
+    torch.where(ended, entry, state, out=state)
     return out.view(num_chunks, batch, v_heads, chunk_size, v_dim).permute(1, 0, 3, 2, 4), state
+
+
+def _states_after(ring, chunk):
+    """A copy [N, Hv * Dk * Dv] of the state of sequence n after chunk[n] of the ring [chunks, N * Hv, Dk, Dv]."""
+    batch = chunk.shape[0]
+    row = chunk * batch + torch.arange(batch, dtype=chunk.dtype, device=chunk.device)
+    return ring.view(ring.shape[0] * batch, -1).index_select(0, row)
+
+
+class _BoundaryStates:
+    """The boundary states of one call, out of a ring [chunks, N * Hv, Dk, Dv] that each segment overwrites.
+
+    A run is `period` chunks and holds one boundary of each sequence, in one of the few segments that it meets. Which
+    one is data, so each of them leaves a candidate: the state in the ring where the boundary would be. `gather` picks.
+    """
+
+    def __init__(self, ring: torch.Tensor, ends: torch.Tensor, period: int, num_chunks: int):
+        """ends int32 [N, S] from `boundary_chunks`; one ring is one segment, the last of num_chunks may be shorter."""
+        batch, num_runs = ends.shape
+        state_size = ring.shape[1:].numel() // batch
+        self.period, self.per_segment = period, max(1, ring.shape[0])
+        shares = min(-(-period // self.per_segment) + 1, -(-num_chunks // self.per_segment))  # segments a run can meet
+        sequence = torch.arange(batch, dtype=ends.dtype, device=ends.device)[:, None]
+        run = torch.arange(num_runs, dtype=ends.dtype, device=ends.device)
+        self.ring = ring.view(-1, state_size)
+        self.candidates = ring.new_empty(num_runs, shares, batch, state_size)
+        self.ring_row = (ends % self.per_segment * batch + sequence).t().contiguous()  # [S, N]
+        share = ends // self.per_segment - run * period // self.per_segment
+        self.candidate_row = (run * shares + share) * batch + sequence  # [N, S]
+
+    def keep_(self, first: int, last: int) -> None:
+        """Takes the candidates of the segment of chunks first..last - 1, which the ring holds now."""
+        for run in range(first // self.period, -(-last // self.period)):
+            share = first // self.per_segment - run * self.period // self.per_segment
+            torch.index_select(self.ring, 0, self.ring_row[run], out=self.candidates[run, share])
+
+    def gather(self) -> torch.Tensor:
+        """float32 [N, S, Hv * Dk * Dv]."""
+        picked = self.candidates.flatten(0, 2).index_select(0, self.candidate_row.flatten())
+        return picked.unflatten(0, self.candidate_row.shape)
 
 
 def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:

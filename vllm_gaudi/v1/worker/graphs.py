@@ -18,16 +18,17 @@ from vllm_gaudi.v1.worker.inputs import ModelInputs
 
 logger = init_logger("vllm.vllm_gaudi.graphs")
 
-Shape = tuple[str, int, int, int]
+Shape = tuple[str, int, int, int, int]
 
 
 def shape_of(inputs: ModelInputs) -> Shape:
-    """What a compiled graph would be keyed by: phase, token rows, sequences, and size of the block list or table."""
+    """What a compiled graph would be keyed by: phase, token rows, sequences, block list or table, boundaries kept."""
     attn = inputs.attn
     if attn.prefill is not None:
-        return ("prefill", inputs.input_ids.shape[0], attn.batch, attn.prefill.block_table.shape[1])
+        num_kept = attn.kept.state_write.shape[0] if attn.kept is not None else 0
+        return ("prefill", inputs.input_ids.shape[0], attn.batch, attn.prefill.block_table.shape[1], num_kept)
     assert attn.decode is not None
-    return ("decode", inputs.input_ids.shape[0], attn.batch, attn.decode.block_list.shape[0])
+    return ("decode", inputs.input_ids.shape[0], attn.batch, attn.decode.block_list.shape[0], 0)
 
 
 class GraphRunner:

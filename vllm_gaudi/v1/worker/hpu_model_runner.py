@@ -7,7 +7,8 @@ Owns: the order of a step, which is its correctness argument:
     zero before restore     a fresh attention page may have become a checkpoint's block within one scheduling pass
     restore before read     the forward reads slots, never blocks
     decode before admitted  an admitted request may hit an attention block that a decoding one fills in this step
-    forward before save     a checkpoint is the state after the step's last token
+    forward before save     a checkpoint is the state after a boundary's last token: in a staging row when the forward
+                            runs over it, and saved before the next forward stages; in the slot at the step's end
     save before hand-on     the next step may give the block, or the hit on it, to another request
 
 Never: tensor arithmetic, a branch on the model's family, or padding.
@@ -117,17 +118,7 @@ class HPUModelRunner:
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the caches, bind them to the layers, and build the owners that need their geometry."""
         geometry = CacheGeometry.from_config(kv_cache_config)
-        self.caches = KVCaches(
-            geometry,
-            kv_cache_config,
-            self.layers,
-            self.max_num_seqs,
-            self.device,
-            poison=envs.get("VLLM_GAUDI_POISON"),
-        )
-        self._build_store(kv_cache_config)
-        self.slots = SlotPool(self.max_num_seqs)
-        self.requests = RequestTable(self.slots, geometry.num_groups, self.max_model_len)
+        self.cached_groups = geometry.gdn_groups if self.vllm_config.cache_config.enable_prefix_caching else ()
         additional = self.vllm_config.additional_config
         self.grid = BucketGrid(
             query_multiple=PREFILL_ROW_TILE,
@@ -136,11 +127,24 @@ class HPUModelRunner:
             max_context=self.max_model_len,
             kernel_block=geometry.kernel_block,
             max_blocks=geometry.num_kernel_blocks,
+            block_size=geometry.block_size if self.cached_groups else 0,
             overrides={key: additional[key] for key in CONFIG_KEYS if key in additional},
         )
+        self.caches = KVCaches(
+            geometry,
+            kv_cache_config,
+            self.layers,
+            self.max_num_seqs,
+            self.grid.num_staging,
+            self.device,
+            poison=envs.get("VLLM_GAUDI_POISON"),
+        )
+        self._build_store(kv_cache_config)
+        self.slots = SlotPool(self.max_num_seqs)
+        self.requests = RequestTable(self.slots, geometry.num_groups, self.max_model_len)
         self.inputs = InputBuilder(
             self.grid,
-            PadRows(geometry.spare_block, self.caches.zero_row, self.caches.trash_row),
+            PadRows(geometry.spare_block, self.caches.zero_row, self.caches.trash_row, self.caches.first_staging_row),
             RowTiles(PREFILL_ROW_TILE, DECODE_ROW_TILE),
             attention_group=geometry.attention_group,
             kernel_block=geometry.kernel_block,
@@ -155,7 +159,6 @@ class HPUModelRunner:
         """A checkpoint store where GDN blocks are cached, plain zeroing elsewhere."""
         caches, geometry = self.caches, self.caches.geometry
         tensors = (caches.k, caches.v, caches.conv, caches.ssm)
-        self.cached_groups = geometry.gdn_groups if self.vllm_config.cache_config.enable_prefix_caching else ()
         if not self.cached_groups:
             self.store = StateZeroer(geometry.num_blocks, *tensors)
             return
@@ -205,14 +208,16 @@ class HPUModelRunner:
         logits: list[torch.Tensor] = []
         req_ids: list[str] = []
         prompt_logprobs: dict[str, LogprobsTensors | None] = {}
-        for inputs in self.inputs.build(step):
+        for inputs in self.inputs.build(step, plan.crossed):
             hidden = self.graphs.run(inputs)
+            if inputs.staged is not None:
+                self.store.save(inputs.staged)
             self._score_prompts(step, inputs, hidden, prompt_logprobs)
             sampling = [n for n, i in enumerate(inputs.members) if step.samples[i]]
             if sampling:
                 logits.append(self._logits_of(inputs, hidden, sampling))
                 req_ids += [step.req_ids[inputs.members[n]] for n in sampling]
-        self.store.after_forward(plan)
+        self.store.save(plan.save)
         self._pending = PendingStep(
             scheduler_output=scheduler_output,
             step=step,

@@ -24,7 +24,7 @@ from vllm.v1.worker.workspace import init_workspace_manager
 
 from vllm_gaudi import compat, device, envs
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
-from vllm_gaudi.v1.worker.kv_cache import NUM_RESERVED_ROWS, kernel_block_size, state_bytes_per_row
+from vllm_gaudi.v1.worker.kv_cache import kernel_block_size
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
@@ -81,9 +81,9 @@ class HPUWorker(WorkerBase):
     def determine_available_memory(self) -> int:
         """Bytes for attention pages: what the user gave, or what is left of the device after everything else."""
         specs = self.get_kv_cache_spec()
-        state_bytes = self._state_bytes(specs)
         spare_bytes = self._spare_block_bytes(specs)
         peak = self._profile(specs)
+        state_bytes = self.model_runner.caches.state_bytes
         given = self.cache_config.kv_cache_memory_bytes
         if given is not None:
             budget, words = given, f"--kv-cache-memory-bytes {given}"
@@ -95,7 +95,7 @@ class HPUWorker(WorkerBase):
             )
             available = budget - self._weight_bytes - peak - state_bytes - spare_bytes
         logger.info(
-            "Memory budget %s (%s): weights %s, profile peak %s, GDN slots %s, leaves %s for blocks",
+            "Memory budget %s (%s): weights %s, profile peak %s, GDN states %s, leaves %s for blocks",
             _gib(budget),
             words,
             _gib(self._weight_bytes),
@@ -106,16 +106,13 @@ class HPUWorker(WorkerBase):
         if available <= 0:
             raise RuntimeError(
                 f"no memory is left for the block pool: {words} gives {_gib(budget)}, of which weights take "
-                f"{_gib(self._weight_bytes)}, the profile run {_gib(peak)} and {self.scheduler_config.max_num_seqs} "
-                f"GDN slots {_gib(state_bytes)}; raise --gpu-memory-utilization or --kv-cache-memory-bytes, or lower "
+                f"{_gib(self._weight_bytes)}, the profile run {_gib(peak)} and the GDN states of "
+                f"{self.scheduler_config.max_num_seqs} slots and {self.model_runner.grid.num_staging} staging rows "
+                f"{_gib(state_bytes)}; raise --gpu-memory-utilization or --kv-cache-memory-bytes, or lower "
                 "--max-num-seqs or --max-num-batched-tokens"
                 + ("" if device.is_hpu() else " (on a CPU host, raise VLLM_GAUDI_HOST_MEMORY_GIB)")
             )
         return available
-
-    def _state_bytes(self, specs: dict[str, KVCacheSpec]) -> int:
-        gdn = [spec for spec in specs.values() if isinstance(spec, MambaSpec)]
-        return state_bytes_per_row(gdn) * (self.scheduler_config.max_num_seqs + NUM_RESERVED_ROWS)
 
     def _spare_block_bytes(self, specs: dict[str, KVCacheSpec]) -> int:
         return sum(
@@ -148,17 +145,18 @@ class HPUWorker(WorkerBase):
 
     def _say_what_was_built(self) -> None:
         geometry = self.model_runner.caches.geometry
-        # What one conversation of max_model_len tokens takes: its attention blocks, and one block per GDN group.
-        blocks_each = -(-self.model_config.max_model_len // geometry.block_size) + len(geometry.gdn_groups)
+        # What one conversation of max_model_len tokens takes: its attention blocks and, to be resumed, one checkpoint.
+        blocks_each = -(-self.model_config.max_model_len // geometry.block_size) + len(self.model_runner.cached_groups)
         logger.info(
-            "vllm_gaudi on %s: B = %d tokens, %d GDN group(s) + 1 attention group, %d blocks; pool %s, %d slots %s, "
-            "weights %s; %.1f conversations of %d tokens fit",
+            "vllm_gaudi on %s: B = %d tokens, %d GDN group(s) + 1 attention group, %d blocks; pool %s, %d slots and %d "
+            "staging rows %s, weights %s; %.1f conversations of %d tokens fit",
             device.device_type(),
             geometry.block_size,
             len(geometry.gdn_groups),
             geometry.num_blocks,
             _gib(geometry.pool_bytes),
             self.scheduler_config.max_num_seqs,
+            self.model_runner.grid.num_staging,
             _gib(self.model_runner.caches.state_bytes),
             _gib(self._weight_bytes),
             min((geometry.num_blocks - 1) / blocks_each, self.scheduler_config.max_num_seqs),

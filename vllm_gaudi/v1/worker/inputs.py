@@ -11,14 +11,15 @@ never in the decode batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from vllm_gaudi.attention.metadata import DecodeAttention, HPUAttentionMetadata, PrefillAttention
+from vllm_gaudi.attention.metadata import DecodeAttention, HPUAttentionMetadata, KeptBoundaries, PrefillAttention
 from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket
+from vllm_gaudi.v1.worker.gdn_checkpoint.plan import Crossed, RowCopies
 from vllm_gaudi.v1.worker.requests import StepRequests
 
 
@@ -32,6 +33,7 @@ class ModelInputs:
     positions: torch.Tensor  # [rows] int64, or [3, rows] for a model with multi-axis rotary positions
     attn: HPUAttentionMetadata
     logit_rows: torch.Tensor  # [batch] int64: the row of each sequence's last token (pads: row 0)
+    staged: RowCopies | None = None  # what to save from the staging rows once the forward has run
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class PadRows:
     spare_block: int  # kernel block id
     zero_row: int  # state row, read by pads
     trash_row: int  # state row, written by pads
+    staging_row: int = 0  # the first of the state rows that take the states of boundaries on the way
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,17 @@ class InputBuilder:
         self._device = device
         self._last_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)  # last entry: pads
 
-    def build(self, step: StepRequests) -> Iterator[ModelInputs]:
-        """The forwards of ``step``, in the order in which they must run."""
+    def build(self, step: StepRequests, crossed: Mapping[int, Crossed]) -> Iterator[ModelInputs]:
+        """The forwards of ``step``, in the order in which they must run.
+
+        ``crossed``: by index into ``step``, the boundaries whose states are kept on the way. All forwards use the same
+        staging rows, so what one has staged is saved before the next one runs.
+        """
         decodes = np.flatnonzero(~step.is_prefill)
         for members in self._decode_batches(step, decodes):
             yield self._decode_inputs(step, members)
         for members in self._prefill_batches(step, np.flatnonzero(step.is_prefill)):
-            yield self._prefill_inputs(step, members)
+            yield self._prefill_inputs(step, members, crossed)
 
     def remember(self, slots: np.ndarray, token_ids: torch.Tensor) -> None:
         """Keep sampled ``token_ids`` [n] (device) as the next input of ``slots`` [n] int32."""
@@ -96,7 +103,7 @@ class InputBuilder:
     def dummy(self, bucket: PrefillBucket | DecodeBucket) -> ModelInputs:
         """Inputs of ``bucket`` made of pads alone, for profiling and warm-up."""
         if isinstance(bucket, PrefillBucket):
-            return self._prefill_tensors(bucket, (), [], [], [], [])
+            return self._prefill_tensors(bucket, (), [], [], [], [], {})
         return self._decode_tensors(bucket, (), [], [], [], [], [])
 
     # Which rows run together
@@ -140,8 +147,11 @@ class InputBuilder:
 
     # What a forward is given
 
-    def _prefill_inputs(self, step: StepRequests, members: list[int]) -> ModelInputs:
-        bucket = self._grid.prefill(len(members), int(step.num_scheduled[members].max()), int(step.end[members].max()))
+    def _prefill_inputs(self, step: StepRequests, members: list[int], crossed: Mapping[int, Crossed]) -> ModelInputs:
+        kept = {n: crossed[i] for n, i in enumerate(members) if i in crossed}
+        bucket = self._grid.prefill(
+            len(members), int(step.num_scheduled[members].max()), int(step.end[members].max()), bool(kept)
+        )
         return self._prefill_tensors(
             bucket,
             tuple(members),
@@ -149,6 +159,7 @@ class InputBuilder:
             [int(step.num_computed[i]) for i in members],
             [self._kernel_ids(step, i) for i in members],
             [int(step.slots[i]) for i in members],
+            kept,
         )
 
     def _prefill_tensors(
@@ -159,6 +170,7 @@ class InputBuilder:
         starts: Sequence[int],
         kernel_ids: Sequence[np.ndarray],
         slots: Sequence[int],
+        crossed: Mapping[int, Crossed],
     ) -> ModelInputs:
         batch, query = bucket.batch, bucket.query
         spare = self._pads.spare_block
@@ -180,6 +192,7 @@ class InputBuilder:
             lengths[n] = length
         read, write = self._state_rows(slots, batch)
         last_row = np.arange(batch) * query + np.maximum(lengths, 1) - 1
+        kept, staged = self._kept_boundaries(bucket, start_of, crossed)
         attn = HPUAttentionMetadata(
             batch=batch,
             query=query,
@@ -192,6 +205,7 @@ class InputBuilder:
                 query_start=self._upload(start_of, np.int32),
                 lengths=self._upload(lengths, np.int32),
             ),
+            kept=kept,
         )
         return ModelInputs(
             bucket=bucket,
@@ -200,7 +214,31 @@ class InputBuilder:
             positions=self._positions(positions.reshape(-1)),
             attn=attn,
             logit_rows=self._upload(last_row, np.int64),
+            staged=staged,
         )
+
+    def _kept_boundaries(
+        self, bucket: PrefillBucket, starts: np.ndarray, crossed: Mapping[int, Crossed]
+    ) -> tuple[KeptBoundaries | None, RowCopies | None]:
+        """Staging rows of the boundaries ``crossed`` (by sequence), and what is saved from them afterwards."""
+        if not bucket.boundaries:
+            return None, None
+        every = self._grid.block_size
+        first = every - starts % every
+        write = np.full((bucket.batch, bucket.boundaries), self._pads.trash_row, np.int64)
+        rows, blocks = [], []
+        for n, boundaries in crossed.items():
+            which = (boundaries.tokens - first[n]) // every
+            row = self._pads.staging_row + n * bucket.boundaries + which
+            write[n, which] = row
+            rows.append(row)
+            blocks.append(boundaries.blocks)
+        kept = KeptBoundaries(
+            first=self._upload(first, np.int32), every=every, state_write=self._upload(write.reshape(-1), np.int64)
+        )
+        if not rows:
+            return kept, None
+        return kept, RowCopies(np.concatenate(rows).astype(np.int32), np.concatenate(blocks, axis=1))
 
     def _decode_inputs(self, step: StepRequests, members: list[int]) -> ModelInputs:
         kernel_ids = [self._kernel_ids(step, i) for i in members]

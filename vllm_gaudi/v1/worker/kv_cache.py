@@ -111,7 +111,8 @@ class KVCaches:
     """One allocation per tensor: K and V for every position, conv and SSM state for every GDN layer.
 
     k, v: [P] tensors [num_kernel_blocks + 1, kernel_block, kv_heads, head]; conv: [L] tensors [rows, kernel - 1,
-    conv_dim]; ssm: [L] tensors [rows, v heads, k dim, v dim], where rows = num_slots + NUM_RESERVED_ROWS.
+    conv_dim]; ssm: [L] tensors [rows, v heads, k dim, v dim], where rows = num_slots + NUM_RESERVED_ROWS +
+    num_staging: the staging rows take the states of boundaries that a forward runs over, until they are saved.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class KVCaches:
         kv_cache_config: Any,
         layers: Mapping[str, torch.nn.Module],
         num_slots: int,
+        num_staging: int,
         device: torch.device,
         poison: bool = False,
     ):
@@ -127,7 +129,8 @@ class KVCaches:
         self.geometry = geometry
         self.zero_row = num_slots
         self.trash_row = num_slots + 1
-        rows = num_slots + NUM_RESERVED_ROWS
+        self.first_staging_row = num_slots + NUM_RESERVED_ROWS
+        rows = self.first_staging_row + num_staging
         groups = kv_cache_config.kv_cache_groups
         spec = groups[geometry.attention_group].kv_cache_spec
         page_shape = (geometry.num_kernel_blocks + 1, geometry.kernel_block, spec.num_kv_heads, spec.head_size)

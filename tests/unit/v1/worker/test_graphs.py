@@ -59,8 +59,8 @@ def test_every_bucket_of_the_grid_has_a_shape_of_its_own(inputs):
 
     buckets = [*GRID.all_prefill(), *GRID.all_decode()]
     assert len({shape_of(inputs.dummy(bucket)) for bucket in buckets}) == len(buckets)
-    assert shape_of(inputs.dummy(PrefillBucket(4, 16, 4))) == ("prefill", 64, 4, 4)
-    assert shape_of(inputs.dummy(DecodeBucket(2, 16))) == ("decode", 16, 2, 16)
+    assert shape_of(inputs.dummy(PrefillBucket(4, 16, 4))) == ("prefill", 64, 4, 4, 0)
+    assert shape_of(inputs.dummy(DecodeBucket(2, 16))) == ("decode", 16, 2, 16, 0)
 
 
 def test_shapes_before_the_seal_are_warm_and_others_are_reported_once(runner, inputs, monkeypatch):
@@ -74,9 +74,9 @@ def test_shapes_before_the_seal_are_warm_and_others_are_reported_once(runner, in
     assert (runner.cold_shapes, said) == (set(), [])
     for _ in range(2):
         runner.run(inputs.dummy(PrefillBucket(1, 32, 2)))
-    assert runner.cold_shapes == {("prefill", 32, 1, 2)}
-    assert said == [("Configuration: %s was not warmed-up!", ("prefill", 32, 1, 2))]
-    assert runner.warm_shapes == {("prefill", 16, 1, 1)}
+    assert runner.cold_shapes == {("prefill", 32, 1, 2, 0)}
+    assert said == [("Configuration: %s was not warmed-up!", ("prefill", 32, 1, 2, 0))]
+    assert runner.warm_shapes == {("prefill", 16, 1, 1, 0)}
 
 
 def test_without_warm_up_nothing_is_reported(runner, inputs, monkeypatch):
@@ -85,7 +85,7 @@ def test_without_warm_up_nothing_is_reported(runner, inputs, monkeypatch):
     monkeypatch.setattr(graphs.logger, "warning", lambda *args: pytest.fail("reported"))
     runner.seal()
     runner.run(inputs.dummy(DecodeBucket(1, 8)))
-    assert runner.cold_shapes == {("decode", 16, 1, 8)}
+    assert runner.cold_shapes == {("decode", 16, 1, 8, 0)}
 
 
 def test_logits_are_those_of_the_rows_asked_for(runner, inputs):

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket
+from vllm_gaudi.v1.worker.gdn_checkpoint.plan import Crossed
 from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PadRows, RowTiles
 from vllm_gaudi.v1.worker.requests import StepRequests
 
@@ -23,7 +24,7 @@ BLOCK = KERNEL * PER_BLOCK
 NUM_BLOCKS = 30  # with the null block
 NUM_SLOTS = 6
 SPARE = NUM_BLOCKS * PER_BLOCK
-ZERO, TRASH = NUM_SLOTS, NUM_SLOTS + 1
+ZERO, TRASH, STAGING = NUM_SLOTS, NUM_SLOTS + 1, NUM_SLOTS + 2
 MAX_CONTEXT = 64
 
 
@@ -78,7 +79,9 @@ def step_of(*rows: Row) -> StepRequests:
     )
 
 
-def make(axes: int = 1, max_blocks: int = NUM_BLOCKS * PER_BLOCK, **overrides: list[int]) -> InputBuilder:
+def make(
+    axes: int = 1, max_blocks: int = NUM_BLOCKS * PER_BLOCK, caches: bool = False, **overrides: list[int]
+) -> InputBuilder:
     grid = BucketGrid(
         query_multiple=8,
         max_query=32,
@@ -86,11 +89,12 @@ def make(axes: int = 1, max_blocks: int = NUM_BLOCKS * PER_BLOCK, **overrides: l
         max_context=MAX_CONTEXT,
         kernel_block=KERNEL,
         max_blocks=max_blocks,
+        block_size=KERNEL * PER_BLOCK if caches else 0,
         overrides=overrides,
     )
     builder = InputBuilder(
         grid,
-        PadRows(SPARE, ZERO, TRASH),
+        PadRows(SPARE, ZERO, TRASH, STAGING),
         RowTiles(prefill=64, decode=16),
         attention_group=1,
         kernel_block=KERNEL,
@@ -172,7 +176,7 @@ def check_decode(inputs: ModelInputs, rows: list[Row]) -> None:
 
 def check(builder: InputBuilder, *rows: Row) -> list[ModelInputs]:
     """Build the step of ``rows``, check all of it, and return its forwards."""
-    forwards = list(builder.build(step_of(*rows)))
+    forwards = list(builder.build(step_of(*rows), {}))
     members = [i for inputs in forwards for i in inputs.members]
     decodes = [i for i, row in enumerate(rows) if not row.is_prefill]
     prefills = [i for i, row in enumerate(rows) if row.is_prefill]
@@ -271,13 +275,13 @@ def test_decodes_run_before_prefills():
 
 
 def test_an_empty_step_has_no_forward():
-    assert list(make().build(step_of())) == []
+    assert list(make().build(step_of(), {})) == []
 
 
 @pytest.mark.parametrize("rows", [(Row(0, 5, 4, (3, 4)), Row(1, 0, 2, (5,))), (decode(0, 9, 3, 4), decode(2, 2, 5))])
 def test_three_axes_of_positions_are_three_equal_rows(rows):
-    (one,) = make(1).build(step_of(*rows))
-    (three,) = make(3).build(step_of(*rows))
+    (one,) = make(1).build(step_of(*rows), {})
+    (three,) = make(3).build(step_of(*rows), {})
     assert three.positions.shape == (3, one.positions.shape[0])
     assert three.positions.is_contiguous() and three.positions.dtype == torch.int64
     for axis in three.positions:
@@ -288,19 +292,19 @@ class TestLastTokens:
     def test_a_sampled_token_is_the_next_input_of_its_slot_alone(self):
         builder = make()
         builder.remember(np.array([4, 1], np.int32), torch.tensor([7, 8]))
-        (forward,) = builder.build(step_of(decode(1, 3, 1), decode(4, 3, 2), decode(0, 3, 3)))
+        (forward,) = builder.build(step_of(decode(1, 3, 1), decode(4, 3, 2), decode(0, 3, 3)), {})
         assert forward.input_ids[:3].tolist() == [8, 7, 100]
 
     def test_sampled_tokens_of_another_dtype_are_taken(self):
         builder = make()
         builder.remember(np.array([0], np.int32), torch.tensor([511], dtype=torch.int64))
-        (forward,) = builder.build(step_of(decode(0, 3, 1)))
+        (forward,) = builder.build(step_of(decode(0, 3, 1)), {})
         assert (forward.input_ids.dtype, int(forward.input_ids[0])) == (torch.int32, 511)
 
     def test_an_input_that_was_built_does_not_change_with_the_next_sample(self):
         """With asynchronous scheduling the next step's sample comes while this one's input may still be read."""
         builder = make()
-        (forward,) = builder.build(step_of(decode(0, 3, 1)))
+        (forward,) = builder.build(step_of(decode(0, 3, 1)), {})
         builder.remember(np.array([0], np.int32), torch.tensor([7]))
         assert int(forward.input_ids[0]) == 100
 
@@ -352,3 +356,46 @@ def test_any_step(rows, max_blocks):
     grid = make(max_blocks=max_blocks)._grid
     known = {*grid.all_prefill(), *grid.all_decode()}
     assert all(inputs.bucket in known for inputs in forwards)
+
+
+class TestKeptBoundaries:
+    """Rows that take the states of boundaries on the way, and what is saved from them."""
+
+    B = KERNEL * PER_BLOCK  # 8 tokens
+
+    @staticmethod
+    def crossed(*tokens: int, first_block: int) -> Crossed:
+        blocks = np.arange(first_block, first_block + len(tokens), dtype=np.int32)
+        return Crossed(np.array(tokens, np.int32), np.stack([blocks, blocks + 100]))
+
+    def test_one_of_three_sequences_keeps_one(self):
+        builder = make(caches=True)
+        step = step_of(Row(2, 4, 8, (1, 2)), Row(1, 0, 8, (3,)), Row(0, 4, 4, (4,)))
+        (plain,) = builder.build(step, {})
+        assert plain.attn.kept is None and plain.staged is None and plain.bucket.boundaries == 0
+        (one,) = builder.build(step, {0: self.crossed(4, first_block=7)})
+        kept = one.attn.kept
+        assert one.bucket.boundaries == 1 and kept.every == self.B
+        assert kept.first.tolist()[:3] == [4, 8, 4] and kept.first.dtype == torch.int32
+        assert kept.state_write.tolist() == [STAGING] + [TRASH] * (one.bucket.batch - 1)
+        assert one.staged.rows.tolist() == [STAGING] and one.staged.blocks.tolist() == [[7], [107]]
+
+    @pytest.mark.parametrize(("distances", "rows"), [((12,), [1]), ((4, 12), [0, 1]), ((4, 20), [0, 2])])
+    def test_each_boundary_has_a_row_of_its_own_and_the_others_go_to_trash(self, distances, rows):
+        builder = make(caches=True)
+        step = step_of(Row(1, 4, 24, (1, 2, 3, 4)))
+        (forward,) = builder.build(step, {0: self.crossed(*distances, first_block=9)})
+        assert forward.bucket.boundaries == 4 and forward.attn.kept.first.tolist() == [4]
+        assert forward.attn.kept.state_write.tolist() == [STAGING + i if i in rows else TRASH for i in range(4)]
+        assert forward.staged.rows.tolist() == [STAGING + i for i in rows]
+        assert forward.staged.blocks[0].tolist() == list(range(9, 9 + len(rows)))
+
+    def test_the_rows_of_a_forward_are_those_the_grid_counts(self):
+        grid = make(caches=True)._grid
+        for bucket in grid.all_prefill():
+            assert bucket.batch * bucket.boundaries <= grid.num_staging
+
+    def test_pads_of_a_warm_up_write_to_trash_alone(self):
+        dummy = make(caches=True).dummy(PrefillBucket(2, 16, 4, 2))
+        assert dummy.attn.kept.state_write.tolist() == [TRASH] * 4 and dummy.staged is None
+        assert dummy.attn.kept.first.tolist() == [self.B, self.B]

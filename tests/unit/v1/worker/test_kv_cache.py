@@ -18,6 +18,7 @@ from vllm_gaudi.v1.worker.kv_cache import (
 )
 
 NUM_SLOTS = 3
+NUM_STAGING = 2
 CONV = (3, 10)  # kernel - 1, conv_dim
 SSM = (2, 4, 5)  # v heads, k dim, v dim
 
@@ -55,7 +56,7 @@ class FakeLayer:
 def build(kv_config=HYBRID, poison=True):
     layers = {name: FakeLayer() for group in kv_config.kv_cache_groups for name in group.layer_names}
     geometry = CacheGeometry.from_config(kv_config)
-    return KVCaches(geometry, kv_config, layers, NUM_SLOTS, torch.device("cpu"), poison), layers
+    return KVCaches(geometry, kv_config, layers, NUM_SLOTS, NUM_STAGING, torch.device("cpu"), poison), layers
 
 
 def tensors_of(caches):
@@ -122,11 +123,12 @@ class TestTensors:
         caches, _ = build()
         for page in (*caches.k, *caches.v):
             assert (tuple(page.shape), page.dtype) == ((11, 128, 2, 8), torch.bfloat16)
-        rows = NUM_SLOTS + NUM_RESERVED_ROWS
+        rows = NUM_SLOTS + NUM_RESERVED_ROWS + NUM_STAGING
         assert [(tuple(t.shape), t.dtype) for t in caches.conv] == [((rows, *CONV), torch.bfloat16)] * 5
         assert [(tuple(t.shape), t.dtype) for t in caches.ssm] == [((rows, *SSM), torch.float32)] * 5
         assert (len(caches.k), len(caches.v)) == (2, 2)
         assert (caches.zero_row, caches.trash_row) == (NUM_SLOTS, NUM_SLOTS + 1)
+        assert caches.first_staging_row == NUM_SLOTS + 2
         assert caches.state_bytes == state_bytes_per_row([gdn_group("g").kv_cache_spec] * 5) * rows
 
     def test_every_tensor_is_an_allocation_of_its_own(self):

@@ -327,7 +327,7 @@ class TestReleased:
         remember(inputs, world, "a", 99)  # what any earlier holder of the slot has left there
         step = world.step(records.output({"a": 1}, running={"a": (3, None, 1)}))
         assert step.samples.tolist() == [True]
-        (forward,) = inputs.build(step)
+        (forward,) = inputs.build(step, {})
         row = int(forward.logit_rows[0])
         assert (int(forward.input_ids[row]), int(forward.positions[row])) == (10, 3)
 

@@ -3,10 +3,7 @@
 
 Owns: the counters and the reasons. Standard library only; never vLLM, never the worker.
 
-A step saves one checkpoint for every row that ends on a boundary and restores one for every admitted row that starts on
-one: the same rule as the worker's plan, applied to the same scheduler output, so the counts are the worker's.
-
-Ordering rule: ``record_step`` sees steps in scheduling order; a boundary counts as published from its step on.
+Ordering rule: a step's admissions are counted before what that step publishes.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from collections.abc import Hashable, Sequence
 
 PREFIX = "vllm_gaudi:"
 SAVED = PREFIX + "checkpoints_saved"
+SKIPPED = PREFIX + "checkpoints_skipped"
 RESTORED = PREFIX + "checkpoints_restored"
 BYTES = PREFIX + "checkpoint_bytes_moved"
 MISSES = PREFIX + "prefix_cache_misses"
@@ -34,31 +32,19 @@ class CacheStats:
         self._block_size = block_size
         self._checkpoint_bytes = checkpoint_bytes
         self._memory = memory
-        self._published: OrderedDict[Hashable, int] = OrderedDict()  # block hash -> step that published it
-        self._arrival: dict[str, int] = {}
-        self._step = 0
+        self._published: OrderedDict[Hashable, None] = OrderedDict()  # block hashes, latest last
         self._counts: dict[str, int] = {}
 
-    def arrived(self, req_id: str) -> None:
-        """A request has joined the queue."""
-        self._arrival[req_id] = self._step
-
-    def left(self, req_id: str) -> None:
-        """A request is gone, scheduled or not."""
-        self._arrival.pop(req_id, None)
-
-    def next_step(self) -> None:
-        self._step += 1
-
-    def saved(self) -> None:
-        """A row of this step ends on a boundary."""
-        self._add(SAVED, 1)
-        self._add(BYTES, self._checkpoint_bytes)
+    def saved(self, count: int, skipped: int) -> None:
+        """A step saves ``count`` checkpoints and lets ``skipped`` go for want of a block."""
+        self._add(SAVED, count)
+        self._add(BYTES, count * self._checkpoint_bytes)
+        self._add(SKIPPED, skipped)
 
     def published(self, boundary_hash: Hashable) -> None:
-        """From this step on, the boundary whose last block has this hash can be hit."""
-        self._published.pop(boundary_hash, None)
-        self._published[boundary_hash] = self._step
+        """From the next step on, the boundary whose last block has this hash can be hit."""
+        self._published[boundary_hash] = None
+        self._published.move_to_end(boundary_hash)
         if len(self._published) > self._memory:
             self._published.popitem(last=False)
 
@@ -68,15 +54,15 @@ class CacheStats:
         self._add(BYTES, self._checkpoint_bytes)
 
     def admitted(
-        self, req_id: str, num_prompt: int, hit: int, attention_hit: int, hashes: Sequence[Hashable]
+        self, num_prompt: int, hit: int, attention_hit: int, hashes: Sequence[Hashable], was_deferred: bool
     ) -> str | None:
         """A request is scheduled for the first time; returns the reason of its miss, None for a hit or a new prompt.
 
         ``num_prompt``, ``hit``, ``attention_hit`` tokens (``attention_hit``: how far the attention blocks alone would
-        have carried it, 0 when no further than ``hit``); ``hashes``: of its full blocks, in order.
+        have carried it, 0 when no further than ``hit``); ``hashes``: of its full blocks, in order; ``was_deferred``: it
+        has waited a step for a twin's checkpoint.
         """
-        reason = self._reason(req_id, num_prompt, hit, attention_hit, hashes)
-        self._arrival.pop(req_id, None)
+        reason = self._reason(num_prompt, hit, attention_hit, hashes, was_deferred)
         if reason is not None:
             self._add(f"{MISSES}:{reason}", 1)
         return reason
@@ -87,7 +73,7 @@ class CacheStats:
         return counts
 
     def _reason(
-        self, req_id: str, num_prompt: int, hit: int, attention_hit: int, hashes: Sequence[Hashable]
+        self, num_prompt: int, hit: int, attention_hit: int, hashes: Sequence[Hashable], was_deferred: bool
     ) -> str | None:
         reachable = (num_prompt - 1) // self._block_size
         if reachable == 0:
@@ -97,9 +83,8 @@ class CacheStats:
             return EVICTED
         if attention_hit > hit:
             return NO_CHECKPOINT
-        if hit and self._published.get(hashes[hit // self._block_size - 1], -1) > self._arrival.get(req_id, self._step):
-            return DEFERRED
-        return None
+        return DEFERRED if was_deferred and hit else None
 
     def _add(self, name: str, count: int) -> None:
-        self._counts[name] = self._counts.get(name, 0) + count
+        if count:
+            self._counts[name] = self._counts.get(name, 0) + count

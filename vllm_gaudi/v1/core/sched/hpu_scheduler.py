@@ -2,10 +2,11 @@
 """vLLM's schedulers with prefill chunks kept on the GDN chunk grid. Never torch, never the worker: another process.
 
 Owns: where a prefill chunk may end (the GDN chunk form gives the same bits for every split whose pieces end on
-multiples of the chunk C counted from token 0, and only for those), and that no hash outlives a step that was not run.
+multiples of the chunk C counted from token 0, and only for those), that no hash outlives a step that was not run, and
+that the worker is told which blocks the step's checkpoints go to.
 Never: the live ``cache_config.block_size``; B and C are read once from the KV cache config.
 
-Ordering rule: vLLM's own split runs first, ours only shortens its result.
+Ordering rule: checkpoints get their blocks when vLLM has scheduled the whole step, and before anybody sees its output.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
-from vllm_gaudi.v1.core.gdn_checkpoint import GDNCheckpointManager
+from vllm_gaudi.v1.core.gdn_checkpoint import CheckpointLedger, Crossing, GDNCheckpointManager
 from vllm_gaudi.v1.core.sched.block_size import (
     attention_block_size,
     check_groups,
@@ -56,25 +58,18 @@ def chunk_end_on_grid(start: int, end: int, prefill_end: int, chunk: int, max_to
     """Where a prefill chunk of tokens ``start``..``end`` shall end so that the next one starts on the grid.
 
     The prompt's last chunk ends where it ends. ``max_tokens``: most tokens that any step could give this prompt; where
-    that is less than ``chunk`` the grid is out of reach and the chunk only never runs over a grid point. The result may
-    equal ``start``: the request waits for a step with more budget.
+    that is less than ``chunk`` the grid is out of reach and the chunk only never runs over a grid point, since a
+    boundary inside a chunk must be a whole number of GDN chunks from its start. The result may equal ``start``: the
+    request waits for a step with more budget.
     """
+    if start % chunk:
+        return min(end, (start // chunk + 1) * chunk)
     if end >= prefill_end:
         return end
     on_grid = end // chunk * chunk
     if on_grid > start or chunk <= max_tokens:
         return max(on_grid, start)
     return min(end, (start // chunk + 1) * chunk)
-
-
-def split_before_last_boundary(start: int, end: int, num_prompt: int, block_size: int) -> int:
-    """Where a chunk ``start``..``end`` shall end so that a repeat of the whole prompt can hit.
-
-    A request must compute at least its last token, so a prompt of exactly k*B tokens hits (k-1)*B at most; a chunk that
-    ran over that boundary would leave no checkpoint there.
-    """
-    stop = (num_prompt - 1) // block_size * block_size
-    return stop if start < stop < end else end
 
 
 class GDNGridMixin:
@@ -92,57 +87,74 @@ class GDNGridMixin:
             self._gdn_chunk = gdn_chunk_size(block_size)
             self.cache_config.block_size = block_size
             self.need_mamba_block_aligned_split = True
-            self._say_budget(block_size if self._caches_gdn_blocks else self._gdn_chunk)
-        self._cache_stats: CacheStats | None = None
+            self._say_budget()
+        self._ledger: CheckpointLedger | None = None
+        self._deferred: set[str] = set()  # waiting requests that have given way to a twin once
         if self._caches_gdn_blocks:
-            config = self.kv_cache_config  # type: ignore[attr-defined]
-            self._cache_stats = CacheStats(
-                self.cache_config.block_size, checkpoint_bytes(config), memory=8 * config.num_blocks
+            config, coordinator = self.kv_cache_config, self.kv_cache_manager.coordinator  # type: ignore[attr-defined]
+            self._gdn_managers = [m for m in coordinator.single_type_managers if isinstance(m, GDNCheckpointManager)]
+            self._ledger = CheckpointLedger(
+                coordinator.block_pool,
+                [manager.kv_cache_group_id for manager in self._gdn_managers],
+                block_size,
+                coordinator.retention_interval,
             )
-            # All GDN groups publish the same boundaries; the first one speaks for them.
-            managers = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
-            self._gdn_manager = next(m for m in managers if isinstance(m, GDNCheckpointManager))
-
-    def add_request(self, request: Any) -> None:
-        super().add_request(request)  # type: ignore[misc]
-        if self._cache_stats is not None:
-            self._cache_stats.arrived(request.request_id)
+            self._gdn_managers[0].lead(self._ledger)
+            self._cache_stats = CacheStats(block_size, checkpoint_bytes(config), memory=8 * config.num_blocks)
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(request_ids, *args, **kwargs)  # type: ignore[misc]
-        if self._cache_stats is not None:
-            for request in finished:
-                self._cache_stats.left(request.request_id)
+        self._deferred.difference_update(request.request_id for request in finished)
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """vLLM's step, then counted."""
-        if self._cache_stats is not None:
-            self._note_published(self._cache_stats)  # by the step before, when its tokens arrived
-            self._cache_stats.next_step()
+        """vLLM's step, then the blocks of its checkpoints."""
+        if self._ledger is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._ledger.start_pass()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        if self._cache_stats is not None:
-            self._count(self._cache_stats, output)
-            self._note_published(self._cache_stats)
+        self._place_checkpoints(self._ledger, output)
+        for manager in self._gdn_managers:
+            manager.release_sources()
+        self._count(self._cache_stats, output)
         return output
 
-    def _note_published(self, stats: CacheStats) -> None:
-        for block_hash in self._gdn_manager.drain_published():
-            stats.published(block_hash)
+    def _place_checkpoints(self, ledger: CheckpointLedger, output: SchedulerOutput) -> None:
+        """Take blocks for the boundaries that the step crosses and put them into the block tables of ``output``."""
+        crossings = []
+        for req_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self.requests[req_id]  # type: ignore[attr-defined]
+            crossings.append(Crossing(request, request.num_computed_tokens - num_tokens, request.num_computed_tokens))
+        entries = ledger.take(crossings)
+        if not entries:
+            return
+        groups = [manager.kv_cache_group_id for manager in self._gdn_managers]
+        cached = output.scheduled_cached_reqs
+        tables = {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
+        for i, req_id in enumerate(cached.req_ids):
+            if req_id in entries:
+                if cached.new_block_ids[i] is None:
+                    cached.new_block_ids[i] = tuple([] for _ in self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
+                tables[req_id] = cached.new_block_ids[i]
+        for req_id, boundaries in entries.items():
+            for n, group in enumerate(groups):
+                tables[req_id][group].extend(blocks[n] for blocks in boundaries)
 
     def _count(self, stats: CacheStats, output: SchedulerOutput) -> None:
+        assert self._ledger is not None
+        # Before what this step publishes: a miss is judged by what could have been hit.
         for new in output.scheduled_new_reqs:
+            was_deferred = new.req_id in self._deferred
+            self._deferred.discard(new.req_id)
             request = self.requests[new.req_id]  # type: ignore[attr-defined]
-            if request.skip_reading_prefix_cache:
-                stats.left(new.req_id)
-                continue
-            stats.admitted(
-                new.req_id,
-                request.num_prompt_tokens,
-                new.num_computed_tokens,
-                request.shared_prefix_boundary,
-                request.block_hashes,
-            )
+            if not request.skip_reading_prefix_cache:
+                stats.admitted(
+                    request.num_prompt_tokens,
+                    new.num_computed_tokens,
+                    request.shared_prefix_boundary,
+                    request.block_hashes,
+                    was_deferred,
+                )
         cached = output.scheduled_cached_reqs
         starts = [new.num_computed_tokens for new in output.scheduled_new_reqs]
         rows = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -150,20 +162,21 @@ class GDNGridMixin:
         for start in starts:
             if start > 0:
                 stats.restored()
-        for req_id in output.num_scheduled_tokens:
-            request = self.requests[req_id]  # type: ignore[attr-defined]
-            if request.num_computed_tokens % self.cache_config.block_size == 0:
-                stats.saved()
+        taken, skipped = self._ledger.drain_counts()
+        stats.saved(taken, skipped)
+        for block_hash in self._ledger.drain_published():
+            stats.published(block_hash)
+        self._deferred.difference_update(cached.resumed_req_ids)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's stats with our counts in them (``v1.metrics`` says why in this field)."""
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
-        if stats is not None and self._cache_stats is not None:
+        if stats is not None and self._ledger is not None:
             stats.waiting_lora_adapters.update(self._cache_stats.drain())
         return stats
 
-    def _say_budget(self, unit: int) -> None:
-        """Tell the operator what the token budget costs. ``unit``: tokens that a prefill chunk is a multiple of."""
+    def _say_budget(self) -> None:
+        """Tell the operator what the token budget costs."""
         budget = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
         num_seqs = self.scheduler_config.max_num_seqs  # type: ignore[attr-defined]
         if budget - num_seqs < self._gdn_chunk:
@@ -175,33 +188,12 @@ class GDNGridMixin:
                 num_seqs,
                 self._gdn_chunk + num_seqs,
             )
-        if not self._caches_gdn_blocks:
-            return
-        used = budget // unit * unit
-        if used == 0:
-            logger.warning(
-                "--max-num-batched-tokens %d is less than a block (%d tokens): a block takes several steps. Pass %d.",
-                budget,
-                unit,
-                unit,
-            )
-        elif used < budget:
-            logger.info(
-                "Prefill chunks are multiples of B = %d tokens: %d of --max-num-batched-tokens %d are used (%.0f %% "
-                "lost). Pass %d or %d.",
-                unit,
-                used,
-                budget,
-                100 * (budget - used) / budget,
-                used,
-                used + unit,
-            )
-        max_model_len = self.max_model_len  # type: ignore[attr-defined]
-        if max_model_len <= unit:
+        block_size, max_model_len = self.cache_config.block_size, self.max_model_len  # type: ignore[attr-defined]
+        if self._caches_gdn_blocks and max_model_len <= block_size:
             logger.warning(
                 "--max-model-len %d is not longer than a block (%d tokens): no prompt can hit the prefix cache",
                 max_model_len,
-                unit,
+                block_size,
             )
 
     def _mamba_block_aligned_split(
@@ -211,23 +203,30 @@ class GDNGridMixin:
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Tokens of this step's chunk: vLLM's choice, shortened to the GDN grid and to the last usable boundary."""
-        if self._caches_gdn_blocks:
-            num_new_tokens = super()._mamba_block_aligned_split(  # type: ignore[misc]
-                request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
-            )
+        """Tokens of this step's chunk, cut to the GDN grid; 0 lets the request wait for the next step.
+
+        vLLM's own split is not called: it ends chunks on block boundaries, because only there its states can be kept.
+        """
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        if self._gives_way(request, start):
+            return 0
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
         if start >= prefill_end:
             return num_new_tokens
-        end = start + num_new_tokens
-        if self._caches_gdn_blocks:
-            end = split_before_last_boundary(start, end, request.num_prompt_tokens, self.cache_config.block_size)
         max_tokens = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
         threshold = self.scheduler_config.long_prefill_token_threshold  # type: ignore[attr-defined]
         if threshold > 0:
             max_tokens = min(max_tokens, threshold)
-        return chunk_end_on_grid(start, end, prefill_end, self._gdn_chunk, max_tokens) - start
+        return chunk_end_on_grid(start, start + num_new_tokens, prefill_end, self._gdn_chunk, max_tokens) - start
+
+    def _gives_way(self, request: Any, hit: int) -> bool:
+        """Whether a request waits one step, once, for the checkpoint that a request of this pass will leave."""
+        if self._ledger is None or request.status == RequestStatus.RUNNING or request.skip_reading_prefix_cache:
+            return False
+        if request.request_id in self._deferred or not self._ledger.is_promised(request, hit):
+            return False
+        self._deferred.add(request.request_id)
+        return True
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """Take back the hashes of blocks that the victim was scheduled to fill and now never will.

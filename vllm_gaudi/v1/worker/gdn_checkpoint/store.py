@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoint store: moves GDN state between live slots and the K/V pages of cached blocks, bit for bit.
 
-Owns: the int32 views of pages and state tensors (made once, here, outside any compiled code) and the two moments of a
+Owns: the int32 views of pages and state tensors (made once, here, outside any compiled code) and the moments of a
 step at which bytes move.
 Never: which requests (``plan``), where in the page (``layout``), block ownership (vLLM's block pool).
 
@@ -47,7 +47,7 @@ class StateZeroer:
             if len(rows) and flat:
                 zero_rows_(flat, self._upload(padded(rows)))
 
-    def after_forward(self, plan: CheckpointPlan) -> None:
+    def save(self, copies: RowCopies) -> None:
         """Nothing is kept."""
 
     def describe(self) -> str:
@@ -92,23 +92,19 @@ class GDNCheckpointStore(StateZeroer):
         super().before_forward(plan)
         self.restore(plan.restore)
 
-    def after_forward(self, plan: CheckpointPlan) -> None:
-        """Save every slot that stands on a boundary. Mutates the pages of the blocks that now hold checkpoints."""
-        self.save(plan.save)
-
     def restore(self, copies: RowCopies) -> None:
-        """Block -> slot, for every layer of every GDN group."""
+        """Block -> state row, for every layer of every GDN group."""
         if copies.num_copies:
-            slots = self._upload(padded(copies.slots))
+            rows = self._upload(padded(copies.rows))
             for group, blocks in enumerate(copies.blocks):
-                copy_rows_(self._state_side[group], self._page_side[group], slots, self._upload(padded(blocks)))
+                copy_rows_(self._state_side[group], self._page_side[group], rows, self._upload(padded(blocks)))
 
     def save(self, copies: RowCopies) -> None:
-        """Slot -> block, for every layer of every GDN group."""
+        """State row -> block, for every layer of every GDN group."""
         if copies.num_copies:
-            slots = self._upload(padded(copies.slots))
+            rows = self._upload(padded(copies.rows))
             for group, blocks in enumerate(copies.blocks):
-                copy_rows_(self._page_side[group], self._state_side[group], self._upload(padded(blocks)), slots)
+                copy_rows_(self._page_side[group], self._state_side[group], self._upload(padded(blocks)), rows)
 
     def read(self, group: int, block: int) -> list[torch.Tensor]:
         """For tests and tools: words of the checkpoint in ``block`` of the ``group``-th GDN group, by segment."""
@@ -124,7 +120,8 @@ class GDNCheckpointStore(StateZeroer):
             f"{'/'.join(str(len(p)) for p in layout.positions)} layers, B = {layout.block_size} tokens, "
             f"{'whole heads' if layout.whole_heads else 'SSM cut at the end of K'} "
             f"(K half {fill['k']:.0f} % full, V half {fill['v']:.0f} %), "
-            f"{layout.checkpoint_bytes} bytes per checkpoint, {layout.blocks_per_boundary} blocks per cached boundary"
+            f"{layout.checkpoint_bytes} bytes per checkpoint, {layout.blocks_per_boundary} blocks per cached boundary, "
+            "0 blocks pinned per running request"
         )
 
 

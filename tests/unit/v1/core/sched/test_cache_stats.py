@@ -14,6 +14,7 @@ from vllm_gaudi.v1.core.sched.cache_stats import (
     RESTORED,
     SAVED,
     SHORT,
+    SKIPPED,
     CacheStats,
 )
 
@@ -43,25 +44,22 @@ def test_reasons(stats: CacheStats, case: str) -> None:
     published, prompt, hit, attention, reason = CASES[case]
     for block_hash in published:
         stats.published(block_hash)
-    stats.next_step()
-    stats.arrived("r")
-    assert stats.admitted("r", prompt, hit, attention, HASHES) == reason
+    assert stats.admitted(prompt, hit, attention, HASHES, False) == reason
     assert stats.drain() == ({} if reason is None else {f"{MISSES}:{reason}": 1})
 
 
 def test_a_request_that_waited_for_its_twin_is_deferred(stats: CacheStats) -> None:
-    stats.arrived("twin")
-    stats.next_step()
-    stats.published("h2")  # by the first twin, while the second one waits
-    stats.next_step()
-    assert stats.admitted("twin", 9, 8, 0, HASHES) == DEFERRED
+    stats.published("h2")
+    assert stats.admitted(9, 8, 0, HASHES, True) == DEFERRED
+    assert stats.admitted(9, 8, 0, HASHES, False) is None
+    assert stats.admitted(9, 4, 0, HASHES, True) == EVICTED, "what it waited for has gone again"
 
 
 def test_moves_are_counted_in_bytes_and_drained_once(stats: CacheStats) -> None:
-    stats.saved()
-    stats.saved()
+    stats.saved(2, 0)
+    stats.saved(0, 3)
     stats.restored()
-    assert stats.drain() == {SAVED: 2, RESTORED: 1, BYTES: 300}
+    assert stats.drain() == {SAVED: 2, SKIPPED: 3, RESTORED: 1, BYTES: 300}
     assert stats.drain() == {}
 
 

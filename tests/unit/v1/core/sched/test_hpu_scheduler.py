@@ -37,8 +37,9 @@ def chunk_end_on_grid():
         (0, 9, 100, 16, 9, 9),  # no step can reach the grid: go on below it
         (9, 18, 100, 16, 9, 16),  # but never over a grid point
         (16, 25, 100, 16, 9, 25),
-        (20, 60, 100, 16, 48, 48),  # from off the grid back onto it
-        (20, 24, 100, 16, 48, 20),
+        (20, 60, 100, 16, 48, 32),  # from off the grid back onto it, and no further in one go
+        (20, 24, 100, 16, 48, 24),
+        (9, 18, 18, 16, 9, 16),  # at a prompt's end as well
         (99, 100, 100, 16, 1, 100),
         (0, 1, 100, 16, 1, 1),
         (0, 16, 100, 16, 16, 16),  # a budget of exactly one chunk
@@ -54,7 +55,9 @@ def test_an_end_is_within_the_step_and_on_the_grid(chunk_end_on_grid, start, tok
     end = min(start + min(tokens, max_tokens), prefill_end)
     found = chunk_end_on_grid(start, end, prefill_end, chunk, max_tokens)
     assert start <= found <= end
-    if end == prefill_end:
+    if start % chunk:
+        assert found == min(end, (start // chunk + 1) * chunk)
+    elif end == prefill_end:
         assert found == end
     elif chunk <= max_tokens:
         assert found == start or found % chunk == 0
@@ -102,6 +105,8 @@ class TestMixin:
         scheduler_class = getattr(owner, request.param)
         found = scheduler_class.__new__(scheduler_class)
         found._caches_gdn_blocks = False
+        found._ledger = None
+        found._deferred = set()
         found._gdn_chunk = 16
         found.max_num_scheduled_tokens = 50
         found.scheduler_config = SimpleNamespace(long_prefill_token_threshold=0, max_num_seqs=4)
@@ -140,32 +145,19 @@ class TestMixin:
         assert scheduler._mamba_block_aligned_split(self.request(0, 100), 5) == 5
         assert scheduler._mamba_block_aligned_split(self.request(15, 100), 5) == 1
 
-    def test_vllms_own_split_runs_first_when_gdn_blocks_are_cached(self, scheduler, monkeypatch):
-        from vllm.v1.core.sched.scheduler import Scheduler
+    def test_a_waiting_request_gives_way_to_a_twin_of_the_pass_once(self, scheduler):
+        from vllm.v1.request import RequestStatus
 
-        seen = []
-
-        def split(self, *arguments):
-            seen.append(arguments)
-            return 40
-
-        monkeypatch.setattr(Scheduler, "_mamba_block_aligned_split", split)
-        scheduler._caches_gdn_blocks = True
-        scheduler.cache_config = SimpleNamespace(block_size=16)
-        request = self.request(0, 100)
-        assert scheduler._mamba_block_aligned_split(request, 50, 16, 0) == 32  # 16 + 40 tokens end at 56, cut to 48
-        assert seen == [(request, 50, 16, 0)]
-
-    def test_a_prompt_of_whole_blocks_stops_at_its_last_usable_boundary(self, scheduler, monkeypatch):
-        from vllm.v1.core.sched.scheduler import Scheduler
-
-        monkeypatch.setattr(Scheduler, "_mamba_block_aligned_split", lambda self, request, tokens, *_: tokens)
-        scheduler._caches_gdn_blocks = True
-        scheduler.cache_config = SimpleNamespace(block_size=16)
-        assert scheduler._mamba_block_aligned_split(self.request(0, 48), 48) == 32
-        assert scheduler._mamba_block_aligned_split(self.request(32, 48), 16) == 16
-        assert scheduler._mamba_block_aligned_split(self.request(0, 49), 49) == 48
-        assert scheduler._mamba_block_aligned_split(self.request(0, 16), 16) == 16
+        promised = []
+        scheduler._ledger = SimpleNamespace(is_promised=lambda request, hit: promised.append(hit) or True)
+        twin = self.request(0, 100)
+        twin.request_id, twin.skip_reading_prefix_cache, twin.status = "twin", False, RequestStatus.WAITING
+        assert scheduler._mamba_block_aligned_split(twin, 50, 32) == 0
+        assert scheduler._mamba_block_aligned_split(twin, 50, 32) == 48
+        assert promised == [32]
+        for change in ({"status": RequestStatus.RUNNING}, {"skip_reading_prefix_cache": True}):
+            scheduler._deferred.clear()
+            assert scheduler._mamba_block_aligned_split(SimpleNamespace(**{**vars(twin), **change}), 50) == 48
 
 
 def test_another_signature_of_vllms_split_is_found_at_import(monkeypatch):

@@ -42,7 +42,7 @@ def step_of(*rows: tuple[int, int, bool], tables: list[list[list[int]]] | None =
 
 NEW, RUNNING = True, False
 
-# (computed, scheduled, admitted) -> (zeroed, restored entry, saved entry)
+# (computed, scheduled, admitted) -> (zeroed, restored entry, entry saved at the end)
 CASES = {
     "cold, ends inside a block": ((0, 3, NEW), (True, None, None)),
     "cold, ends on a boundary": ((0, 4, NEW), (True, None, 0)),
@@ -64,7 +64,7 @@ def test_one_row(case: str) -> None:
     assert plan.zero_blocks.tolist() == [7, 8]
     assert plan.zero_slots.tolist() == ([10] if zeroed else [])
     for copies, entry in ((plan.restore, restored), (plan.save, saved)):
-        assert copies.slots.tolist() == ([] if entry is None else [10])
+        assert copies.rows.tolist() == ([] if entry is None else [10])
         assert copies.blocks.tolist() == ([[], []] if entry is None else [[100 + entry], [200 + entry]])
 
 
@@ -72,9 +72,9 @@ def test_a_step_that_restores_one_saves_another_does_both_for_a_third_and_neithe
     step = step_of((4, 2, NEW), (6, 2, RUNNING), (8, 4, NEW), (9, 1, RUNNING))
     plan = plan_checkpoints(step, B, GDN_GROUPS)
     assert plan.zero_slots.tolist() == []
-    assert plan.restore.slots.tolist() == [10, 12]
+    assert plan.restore.rows.tolist() == [10, 12]
     assert plan.restore.blocks.tolist() == [[100, 121], [200, 221]]
-    assert plan.save.slots.tolist() == [11, 12]
+    assert plan.save.rows.tolist() == [11, 12]
     assert plan.save.blocks.tolist() == [[111, 122], [211, 222]]
 
 
@@ -100,8 +100,40 @@ def test_a_resume_off_a_boundary_is_refused() -> None:
         plan_checkpoints(step_of((6, 2, NEW)), B, GDN_GROUPS)
 
 
-@pytest.mark.parametrize("row", [(4, 1, NEW), (3, 1, RUNNING)], ids=["restore", "save"])
-def test_a_null_block_is_never_a_source_or_a_target(row: tuple[int, int, bool]) -> None:
+def test_a_null_block_is_never_a_source() -> None:
     tables = [[[31, 32]], [[0, 42]], [[51, 52]]]
     with pytest.raises(RuntimeError, match="null block at entry 0 of KV cache group 1"):
-        plan_checkpoints(step_of(row, tables=tables), B, GDN_GROUPS)
+        plan_checkpoints(step_of((4, 1, NEW), tables=tables), B, GDN_GROUPS)
+
+
+# (computed, scheduled), entries with a block -> (entries saved on the way with their distance, entry saved at the end)
+CROSSED = {
+    "inside, then at the end": ((0, 12), {0, 1, 2}, ([(0, 4), (1, 8)], 2)),
+    "ends between boundaries": ((0, 11), {0, 1, 2}, ([(0, 4), (1, 8)], None)),
+    "starts between boundaries": ((6, 9), {1, 2, 3}, ([(1, 2), (2, 6)], None)),
+    "only the one in the middle is kept": ((0, 12), {1}, ([(1, 8)], None)),
+    "only the end is kept": ((0, 12), {2}, ([], 2)),
+    "none is kept": ((0, 12), set(), ([], None)),
+    "a stale entry before the chunk is left alone": ((8, 4), {0, 1, 2}, ([], 2)),
+    "a decode that crosses nothing": ((5, 1), {0, 1}, ([], None)),
+    "a decode onto a boundary that is not kept": ((7, 1), {0}, ([], None)),
+}
+
+
+@pytest.mark.parametrize("case", CROSSED)
+def test_boundaries_on_the_way(case: str) -> None:
+    (computed, scheduled), kept, (on_the_way, at_end) = CROSSED[case]
+    tables = [[[100 * (g + 1) + e if e in kept else 0 for e in range(5)]] for g in range(3)]
+    plan = plan_checkpoints(step_of((computed, scheduled, RUNNING), tables=tables), B, GDN_GROUPS)
+    assert plan.save.rows.tolist() == ([] if at_end is None else [10])
+    assert plan.save.blocks.tolist() == ([[], []] if at_end is None else [[100 + at_end], [200 + at_end]])
+    assert list(plan.crossed) == ([0] if on_the_way else [])
+    for crossed in plan.crossed.values():
+        assert crossed.tokens.tolist() == [tokens for _, tokens in on_the_way]
+        assert crossed.blocks.tolist() == [[100 + e for e, _ in on_the_way], [200 + e for e, _ in on_the_way]]
+
+
+def test_a_checkpoint_in_some_groups_only_is_refused() -> None:
+    tables = [[[31, 32]], [[0, 42]], [[51, 52]]]
+    with pytest.raises(RuntimeError, match="checkpoint of 4 tokens in some of the KV cache groups"):
+        plan_checkpoints(step_of((0, 5, NEW), tables=tables), B, GDN_GROUPS)

@@ -18,12 +18,12 @@ NOTHING = np.zeros(0, np.int32)
 NO_COPIES = RowCopies(NOTHING, np.zeros((2, 0), np.int32))
 
 
-def copies(slots: list[int], blocks: list[list[int]]) -> RowCopies:
-    return RowCopies(np.array(slots, np.int32), np.array(blocks, np.int32))
+def copies(rows: list[int], blocks: list[list[int]]) -> RowCopies:
+    return RowCopies(np.array(rows, np.int32), np.array(blocks, np.int32))
 
 
 def plan(**changes) -> CheckpointPlan:
-    empty = {"zero_blocks": NOTHING, "zero_slots": NOTHING, "restore": NO_COPIES, "save": NO_COPIES}
+    empty = {"zero_blocks": NOTHING, "zero_slots": NOTHING, "restore": NO_COPIES, "crossed": {}, "save": NO_COPIES}
     return CheckpointPlan(**{**empty, **changes})
 
 
@@ -128,7 +128,7 @@ def test_zeroing_comes_before_restoring_and_touches_nothing_else(parts: dict) ->
 def test_a_block_that_became_a_checkpoint_in_the_pass_that_zeroes_it_keeps_its_checkpoint(parts: dict) -> None:
     store, step = parts["store"], plan(zero_blocks=np.array([2], np.int32), save=copies([1], [[2], [3]]))
     store.before_forward(step)
-    store.after_forward(step)
+    store.save(step.save)
     store.restore(copies([5], [[2], [3]]))
     for tensor in (*parts["conv"], *parts["ssm"]):
         assert torch.equal(tensor[5].reshape(-1).view(torch.int32), tensor[1].reshape(-1).view(torch.int32))
@@ -139,7 +139,7 @@ def test_without_a_cache_slots_and_pages_are_zeroed_and_nothing_is_kept(parts: d
     before = snapshot(parts)
     step = plan(zero_slots=np.array([3], np.int32), save=copies([1], [[2], [3]]))
     plain.before_forward(step)
-    plain.after_forward(step)
+    plain.save(step.save)
     after = snapshot(parts)
     assert changed_rows(before, after, "ssm") == [{3}] * 3 and changed_rows(before, after, "k") == [set()] * 2
 
