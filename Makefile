@@ -20,7 +20,7 @@ unexport VLLM_TARGET_DEVICE
 export PYTHONUNBUFFERED := 1
 
 .NOTPARALLEL:
-.PHONY: help install demo test unit e2e lint format wheel clean distclean
+.PHONY: help install demo test unit e2e lint format docs wheel clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ lint: install ## ruff and mypy
 format: install ## let ruff sort imports and format
 	@$(PYTHON_VENV) -m ruff check --fix .
 	@$(PYTHON_VENV) -m ruff format .
+
+docs: install ## the documentation site in .cache/site, its generated parts brought up to date
+	@$(PYTHON_VENV) -m tools.docs build
 
 wheel: install ## a wheel in dist/, without network
 	@rm -rf build dist

@@ -1,0 +1,1058 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation site: writes the generated parts of docs/, and builds the site with MkDocs into .cache/site.
+
+Owns: the generated sections (in the pages, between ``<!-- generated: NAME -->`` and ``<!-- end -->``), the picture of
+the pool, and the arithmetic of block sizes and memory. Reads sources and tables; imports neither torch nor vLLM.
+Never: a sentence by hand inside a generated section, or a number that is not computed here.
+
+Ordering rule: sections are written before the site is built, so a built site is never behind the tree.
+
+    python -m tools.docs          write the generated sections
+    python -m tools.docs check    exit 1 when they are not what would be written
+    python -m tools.docs build    write them, install MkDocs into .venv where it is missing, build with --strict
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools import install
+from vllm_gaudi import capabilities, compat, envs
+from vllm_gaudi.bucketing.grid import CONFIG_KEYS, BucketGrid
+from vllm_gaudi.ops import registry
+from vllm_gaudi.v1.core.sched import block_size, cache_stats
+from vllm_gaudi.v1.worker.gdn_checkpoint.layout import StateShape, pack
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PACKAGE = ROOT / "vllm_gaudi"
+PICTURE = DOCS / "assets" / "pool.svg"
+SITE = ROOT / ".cache" / "site"
+DOCS_PINS = ROOT / "requirements" / "docs.txt"
+STAMP = install.VENV / ".docs-stamp"
+SECTION = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.S)
+MIB, GIB, GB = 2**20, 2**30, 10**9
+
+
+# Numbers out of the sources
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def constant(path: str, name: str) -> Any:
+    """Value of a module's constant expression, without importing the module."""
+    for node in tree_of(PACKAGE / path).body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            expression = ast.Expression(node.value)  # type: ignore[attr-defined]
+            return eval(compile(expression, path, "eval"), {"__builtins__": {}}, vars(cache_stats))
+    raise LookupError(f"{path} has no constant {name}")
+
+
+KERNEL_BLOCK: int = constant("attention/backend.py", "DEFAULT_BLOCK_SIZE")
+ROW_TILE: int = constant("v1/worker/hpu_model_runner.py", "PREFILL_ROW_TILE")
+RESERVED_ROWS: int = constant("v1/worker/kv_cache.py", "NUM_RESERVED_ROWS")
+GDN_CHUNK: int = block_size.DEFAULT_GDN_CHUNK
+
+
+# Models and their arithmetic
+
+
+@dataclass(frozen=True)
+class Model:
+    """One target's dimensions as its published config gives them; bf16 keys, values and conv tail."""
+
+    name: str
+    path: str  # what `vllm serve` is given
+    billions: int  # parameters, nominal: the number in the name
+    gdn_layers: int
+    attention_layers: int
+    kv_heads: int
+    k_heads: int
+    v_heads: int
+    ssm_bytes: int  # per element of the SSM state
+    head: int = 256
+    gdn_head: int = 128
+    conv_kernel: int = 4
+    is_multimodal: bool = True
+    flags: tuple[str, ...] = ()
+
+
+QWEN35_27B = Model("Qwen3.5-27B, Qwen3.6-27B (dense)", "Qwen/Qwen3.6-27B", 27, 48, 16, 4, 16, 48, 4)
+QWEN35_35B = Model("Qwen3.5-35B-A3B, Qwen3.6-35B-A3B", "Qwen/Qwen3.5-35B-A3B", 35, 30, 10, 2, 16, 32, 4)
+QWEN3_NEXT = Model(
+    "Qwen3-Next-80B-A3B, SSM state in fp32",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    80,
+    36,
+    12,
+    2,
+    16,
+    32,
+    4,
+    is_multimodal=False,
+    flags=("--mamba-ssm-cache-dtype float32",),
+)
+QWEN3_NEXT_BF16 = Model(
+    "Qwen3-Next-80B-A3B, SSM state in bf16",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    80,
+    36,
+    12,
+    2,
+    16,
+    32,
+    2,
+    is_multimodal=False,
+)
+QWEN35_122B = Model("Qwen3.5-122B-A10B", "Qwen/Qwen3.5-122B-A10B", 122, 36, 12, 2, 16, 64, 4)
+QWEN35_397B = Model("Qwen3.5-397B-A17B", "Qwen/Qwen3.5-397B-A17B", 397, 45, 15, 2, 16, 64, 4)
+MODELS = (QWEN35_27B, QWEN35_35B, QWEN3_NEXT, QWEN3_NEXT_BF16, QWEN35_122B, QWEN35_397B)
+RECIPES = (QWEN3_NEXT, QWEN35_35B, QWEN35_27B, QWEN35_122B, QWEN35_397B)
+RANKS = (1, 2, 4, 8)
+
+KNOWN_BLOCKS = ((QWEN35_27B, 1, 896), (QWEN35_35B, 1, 1152), (QWEN35_397B, 8, 640))
+"""Published block sizes that the formula must reproduce."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The flags that memory depends on."""
+
+    max_model_len: int = 32768
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 8192
+    share: float = 0.92  # vLLM's default of --gpu-memory-utilization
+
+
+DEFAULT_SERVING = Serving()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One model on ``ranks`` ranks; all bytes are of one rank."""
+
+    model: Model
+    ranks: int
+
+    @property
+    def state(self) -> StateShape:
+        model = self.model
+        conv_dim = (2 * model.k_heads + model.v_heads) * model.gdn_head // self.ranks
+        heads = model.v_heads // self.ranks
+        return StateShape(
+            (model.conv_kernel - 1, conv_dim), 2, (heads, model.gdn_head, model.gdn_head), model.ssm_bytes
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token in one attention layer; a KV head is never cut, so ranks beyond their number copy it."""
+        return 2 * max(1, self.model.kv_heads // self.ranks) * self.model.head * 2
+
+    @property
+    def block(self) -> int:
+        """B: the fewest tokens, in whole kernel blocks, whose K and V hold one layer's state."""
+        return KERNEL_BLOCK * -(-self.state.num_bytes // (KERNEL_BLOCK * self.token_bytes))
+
+    @property
+    def page_bytes(self) -> int:
+        return self.block * self.token_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """What one block of the pool takes over all attention layers."""
+        return self.page_bytes * self.model.attention_layers
+
+    @property
+    def row_bytes(self) -> int:
+        """One state row (a slot, a reserved or a staging row) over all GDN layers; also one checkpoint."""
+        return self.state.num_bytes * self.model.gdn_layers
+
+    @property
+    def fill(self) -> float:
+        return self.state.num_bytes / self.page_bytes
+
+    @property
+    def has_whole_heads(self) -> bool:
+        return pack(self.state, self.page_bytes // 2 // 4)[1]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Nominal: every parameter in two bytes and cut evenly."""
+        return 2 * self.model.billions * GB // self.ranks
+
+    def staging_rows(self, serving: Serving = DEFAULT_SERVING) -> int:
+        return grid(self.block, serving).num_staging
+
+    def state_bytes(self, serving: Serving = DEFAULT_SERVING) -> int:
+        return self.row_bytes * (serving.max_num_seqs + RESERVED_ROWS + self.staging_rows(serving))
+
+    def tokens_left(self, card_bytes: int, serving: Serving = DEFAULT_SERVING) -> int:
+        """Tokens of attention that the pool holds at most: the profile run's peak comes off too and is not known."""
+        left = int(serving.share * card_bytes) - self.weight_bytes - self.state_bytes(serving)
+        return max(0, left // self.block_bytes - 1) * self.block
+
+
+def grid(block: int, serving: Serving = DEFAULT_SERVING) -> BucketGrid:
+    """The ladders that an engine with these flags has, on a pool that never limits them."""
+    return BucketGrid(
+        query_multiple=ROW_TILE,
+        max_query=serving.max_num_batched_tokens,
+        max_batch=serving.max_num_seqs,
+        max_context=serving.max_model_len,
+        kernel_block=KERNEL_BLOCK,
+        max_blocks=1 << 30,
+        block_size=block,
+    )
+
+
+# Tables
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]], right: Sequence[int] = ()) -> str:
+    """A Markdown table; ``right``: columns that are aligned to the right."""
+    lines = [head, ["---:" if n in right else "---" for n in range(len(head))], *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def code(text: object) -> str:
+    return f"`{text}`"
+
+
+def placeholders(sentence: str) -> str:
+    """``{facts.dtype}`` -> ``<dtype>`` in a code span, which Markdown leaves alone."""
+    return re.sub(r"\{facts\.(\w+)\}", r"`<\1>`", sentence)
+
+
+def entries(text: str) -> list[str]:
+    """Flags and variables that a sentence names, without doubles."""
+    return list(dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]+|\b(?:VLLM|PT)_[A-Z0-9_]+", text)))
+
+
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / MIB:,.1f}"
+
+
+def dimensions() -> str:
+    rows = [
+        (
+            m.name,
+            m.gdn_layers,
+            m.attention_layers,
+            m.kv_heads,
+            m.head,
+            m.k_heads,
+            m.v_heads,
+            m.gdn_head,
+            m.conv_kernel,
+            {4: "fp32", 2: "bf16"}[m.ssm_bytes],
+        )
+        for m in MODELS
+    ]
+    head = ("model", "GDN layers", "attention layers", "KV heads", "head", "GDN k heads", "GDN v heads", "GDN head")
+    return table((*head, "conv kernel", "SSM state"), rows, range(1, 9))
+
+
+def block_sizes() -> str:
+    for model, ranks, expected in KNOWN_BLOCKS:
+        assert Geometry(model, ranks).block == expected, (model.name, ranks)
+    rows = []
+    for model in MODELS:
+        for ranks in RANKS:
+            g = Geometry(model, ranks)
+            rows.append(
+                (
+                    model.name,
+                    ranks,
+                    f"{g.state.num_bytes:,}",
+                    f"{g.token_bytes:,}",
+                    f"**{g.block:,}**",
+                    f"{g.page_bytes:,}",
+                    f"{100 * g.fill:.0f} %",
+                    "whole heads" if g.has_whole_heads else "SSM cut at the end of K",
+                )
+            )
+    head = ("model", "TP", "state, bytes per layer", "K+V, bytes per token and layer", "B", "page, bytes", "full")
+    return table((*head, "packing"), rows, range(1, 7))
+
+
+def pool_costs() -> str:
+    rows = []
+    for model in MODELS:
+        for ranks in RANKS:
+            g = Geometry(model, ranks)
+            rows.append(
+                (
+                    model.name,
+                    ranks,
+                    f"{g.block:,}",
+                    mib(g.block_bytes),
+                    mib(g.row_bytes),
+                    g.staging_rows(),
+                    mib(g.state_bytes()),
+                )
+            )
+    head = ("model", "TP", "B", "one block, MiB", "one state row, MiB", "staging rows", "all state rows, MiB")
+    return table(head, rows, range(1, 7))
+
+
+def staging() -> str:
+    budgets = (1024, 2048, 4096, 8192, 16384, 32768)
+    rows = []
+    for model, ranks in ((QWEN35_27B, 1), (QWEN35_35B, 1), (QWEN3_NEXT, 4), (QWEN35_397B, 8)):
+        g = Geometry(model, ranks)
+        counts = [g.staging_rows(Serving(max_num_batched_tokens=budget)) for budget in budgets]
+        cells = [f"{count} ({mib(count * g.row_bytes)} MiB)" for count in counts]
+        rows.append((model.name, ranks, f"{g.block:,}", *cells))
+    return table(("model", "TP", "B", *(f"{budget:,}" for budget in budgets)), rows, range(1, 9))
+
+
+def rooms_left() -> str:
+    rows = []
+    for model in RECIPES:
+        for ranks in RANKS:
+            g = Geometry(model, ranks)
+            cells = []
+            for card in (96 * GB, 128 * GB):
+                tokens = g.tokens_left(card)
+                cells.append(f"{tokens:,}" if tokens else "does not fit")
+            rows.append((model.name, ranks, f"{g.weight_bytes / GB:.1f}", f"{g.state_bytes() / GB:.1f}", *cells))
+    head = ("model", "TP", "weights, GB per rank", "state rows, GB per rank", "pool on 96 GB, tokens at most")
+    return table((*head, "pool on 128 GB, tokens at most"), rows, range(1, 6))
+
+
+def fewest_ranks(model: Model, card_bytes: int) -> int | None:
+    """Ranks whose pool holds ten conversations of full length, before the profile run's peak comes off."""
+    enough = 10 * DEFAULT_SERVING.max_model_len
+    return next((r for r in RANKS if Geometry(model, r).tokens_left(card_bytes) >= enough), None)
+
+
+def recipe_commands() -> str:
+    parts = []
+    for model in RECIPES:
+        ranks = fewest_ranks(model, 128 * GB) or RANKS[-1]
+        g = Geometry(model, ranks)
+        serving = DEFAULT_SERVING
+        lines = [f"vllm serve {model.path}"]
+        lines += ["--language-model-only"] if model.is_multimodal else []
+        lines += ["--dtype bfloat16", *model.flags]
+        lines += [f"--tensor-parallel-size {ranks}"] if ranks > 1 else []
+        lines += [
+            f"--max-model-len {serving.max_model_len}",
+            f"--max-num-seqs {serving.max_num_seqs}",
+            f"--max-num-batched-tokens {serving.max_num_batched_tokens}",
+            "--enable-prompt-tokens-details",
+        ]
+        command = " \\\n    ".join(lines)
+        parts.append(
+            f"### {model.name}\n\n```bash\n{command}\n```\n\n"
+            f"B = {g.block:,} tokens on {ranks} rank{'s' if ranks > 1 else ''}. A block takes {mib(g.block_bytes)} MiB,"
+            f" a state row {mib(g.row_bytes)} MiB; {serving.max_num_seqs} slots, {RESERVED_ROWS} reserved and "
+            f"{g.staging_rows()} staging rows take {mib(g.state_bytes())} MiB, all per rank.\n"
+        )
+    return "\n".join(parts)
+
+
+def environment() -> str:
+    rows = []
+    for name, var in envs.TABLE.items():
+        default = "unset" if var.default is None else int(var.default) if isinstance(var.default, bool) else var.default
+        rows.append((code(name), f"{default:g}" if isinstance(default, float) else default, var.doc))
+    return table(("variable", "default", "meaning"), rows)
+
+
+LADDERS = {
+    "prefill_batch_buckets": ("sequences in a prefill forward", "prefill_batches"),
+    "prefill_query_buckets": ("tokens per sequence in a prefill forward, padding included", "prefill_queries"),
+    "prefill_block_buckets": ("kernel blocks of context per sequence in a prefill forward", "prefill_blocks"),
+    "decode_batch_buckets": ("sequences in the decode batch", "decode_batches"),
+    "decode_block_buckets": ("kernel blocks that the decode batch reads", "decode_blocks"),
+}
+
+
+def additional_config() -> str:
+    ladders = grid(Geometry(QWEN35_27B, 1).block)
+    rows = []
+    for key in CONFIG_KEYS:
+        meaning, attribute = LADDERS[key]
+        rows.append((code(key), meaning, ", ".join(str(step) for step in getattr(ladders, attribute))))
+    shapes = len(ladders.all_prefill()), len(ladders.all_decode())
+    return (
+        table(("key", "sizes of", "ladder without it"), rows)
+        + f"\nThe ladders are those of {QWEN35_27B.name} with `--max-model-len {DEFAULT_SERVING.max_model_len}`, "
+        f"`--max-num-seqs {DEFAULT_SERVING.max_num_seqs}` and `--max-num-batched-tokens "
+        f"{DEFAULT_SERVING.max_num_batched_tokens}`, in a pool large enough for all of them; they give {shapes[0]} "
+        f"prefill and {shapes[1]} decode shapes.\n"
+    )
+
+
+def hits() -> str:
+    """What a repeat of a prompt reuses: whole blocks below its last token."""
+    lengths = (500, 897, 1153, 4000, 20000, 32000)
+    blocks = sorted({block for _, _, block in KNOWN_BLOCKS})
+    rows = [(f"{n:,}", *(f"{(n - 1) // block * block:,}" for block in blocks)) for n in lengths]
+    return table(("prompt, tokens", *(f"reused, B = {block:,}" for block in blocks)), rows, range(len(blocks) + 1))
+
+
+def boundary_cost() -> str:
+    """What one kept boundary takes of the pool."""
+    groups = 3
+    rows = []
+    for model, ranks, _ in KNOWN_BLOCKS:
+        g = Geometry(model, ranks)
+        rows.append(
+            (
+                model.name,
+                ranks,
+                f"{g.block:,}",
+                mib(g.block_bytes),
+                mib(groups * g.block_bytes),
+                mib(g.row_bytes),
+                f"{100 * g.row_bytes / (groups * g.block_bytes):.0f} %",
+            )
+        )
+    head = ("model", "TP", "B", "attention block, MiB", "three GDN blocks, MiB", "bytes moved per save, MiB", "used")
+    return table(head, rows, range(1, 7))
+
+
+def refusal_table() -> str:
+    rows = []
+    for row in capabilities.TABLE:
+        asked = ", ".join(code(name) for name in entries(row.sentence)) or "-"
+        rows.append((code(row.name), asked, placeholders(row.sentence)))
+    return table(("row", "change", "sentence"), rows)
+
+
+def architectures() -> str:
+    return "\n".join(f"* `{name}`" for name in capabilities.SUPPORTED_ARCHITECTURES) + "\n"
+
+
+def raises() -> str:
+    """Sentences of the errors that the layout and the cache geometry raise at start."""
+    rows = []
+    for path in (
+        "v1/core/sched/block_size.py",
+        "v1/worker/gdn_checkpoint/layout.py",
+        "v1/worker/kv_cache.py",
+        "v1/worker/hpu_worker.py",
+        "attention/backend.py",
+        "models/moe.py",
+    ):
+        for node in ast.walk(tree_of(PACKAGE / path)):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                sentence = words(node.exc.args[0])
+                if sentence and "; " in sentence:
+                    rows.append((code(path), sentence))
+    return table(("file", "sentence"), rows)
+
+
+def words(node: ast.AST) -> str:
+    """The text of a string expression, with ``...`` where it is computed."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else "..."
+    if isinstance(node, ast.JoinedStr):
+        return "".join(words(part) if isinstance(part, ast.Constant) else "..." for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return words(node.left) + words(node.right)
+    return "..."
+
+
+def metrics() -> str:
+    docs = metric_docs()
+    rows = []
+    for name, doc in docs.items():
+        labels = "`model_name`, `engine`" + (", `reason`" if name == cache_stats.MISSES else "")
+        rows.append((code(name + "_total"), labels, doc))
+    return table(("counter", "labels", "counts"), rows)
+
+
+def metric_docs() -> dict[str, str]:
+    """``_DOCS`` of the metrics module, with its keys resolved."""
+    for node in tree_of(PACKAGE / "v1/metrics.py").body:
+        if isinstance(node, ast.Assign) and ast.dump(node.targets[0]) == ast.dump(ast.Name("_DOCS", ast.Store())):
+            assert isinstance(node.value, ast.Dict)
+            pairs = zip(node.value.keys, node.value.values, strict=True)
+            return {getattr(cache_stats, k.id): ast.literal_eval(v) for k, v in pairs if isinstance(k, ast.Name)}
+    raise LookupError("v1/metrics.py has no _DOCS")
+
+
+REASONS = {
+    cache_stats.SHORT: "the prompt has no whole block before its last token",
+    cache_stats.NO_CHECKPOINT: "attention blocks would have carried the request further, but no state was kept there",
+    cache_stats.EVICTED: "a state further on was published once and its blocks hold something else now",
+    cache_stats.DEFERRED: "the request has waited one step for a twin, and hit then; it is counted, not lost",
+}
+
+
+def miss_reasons() -> str:
+    return table(("`reason`", "meaning"), [(code(reason), REASONS[reason]) for reason in cache_stats.REASONS])
+
+
+def log_lines() -> str:
+    rows = []
+    for path in sources():
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+                continue
+            is_logger = isinstance(node.func.value, ast.Name) and node.func.value.id in ("logger", "_logger")
+            if is_logger and len(words(node.args[0])) > 5:
+                line = re.sub(r"%[-+0-9.]*[sdf]", "...", words(node.args[0])).replace("%%", "%")
+                rows.append((node.func.attr, code(line), code(path.relative_to(ROOT))))
+    for line in store_lines():
+        rows.append(("info", code(line), code("vllm_gaudi/v1/worker/gdn_checkpoint/store.py")))
+    return table(("level", "line", "from"), rows)
+
+
+def store_lines() -> Iterator[str]:
+    for node in ast.walk(tree_of(PACKAGE / "v1/worker/gdn_checkpoint/store.py")):
+        if isinstance(node, ast.FunctionDef) and node.name == "describe":
+            for step in ast.walk(node):
+                if isinstance(step, ast.Return) and step.value is not None:
+                    yield words(step.value)
+
+
+def entry_points() -> str:
+    rows = []
+    text = (ROOT / "pyproject.toml").read_text()
+    for group, body in re.findall(r'^\[project\.entry-points\."([^"]+)"\]\n((?:[^\[\n][^\n]*\n)+)', text, re.M):
+        for name, target in re.findall(r'^"?([^"=\s]+)"?\s*=\s*"([^"]+)"', body, re.M):
+            rows.append((code(group), code(name), code(target)))
+    return table(("group", "name", "object"), rows)
+
+
+def pins() -> str:
+    rows: list[list[str]] = []
+    for name in ("host.txt", "build.txt", "test.txt", "docs.txt"):
+        for line in (ROOT / "requirements" / name).read_text().splitlines():
+            requirement, _, why = line.partition("#")
+            if requirement.strip():
+                rows.append([code(requirement.strip()), code(f"requirements/{name}"), why.strip() or "-"])
+            elif requirement and rows:  # an indented comment goes on with the line above it
+                rows[-1][2] += " " + why.strip()
+    return table(("pin", "file", "reason"), rows)
+
+
+def compat_rows() -> str:
+    rows = [
+        (code(row.symbol), row.symptom, row.cause, row.versions, row.removal, code(row.test)) for row in compat.ROWS
+    ]
+    return table(("symbol", "without it", "why", "versions", "goes when", "test that fails then"), rows)
+
+
+def ops() -> str:
+    rows = []
+    for name, (reference, hpu) in registry.TABLE.items():
+        rows.append((code(name), code(reference), code(hpu) if hpu else "the reference"))
+    return table(("op", "reference", "on Gaudi"), rows)
+
+
+# Rooms, from the docstrings
+
+
+def sources() -> list[Path]:
+    found = sorted(PACKAGE.rglob("*.py"))
+    return [path for path in found if "testing" not in path.relative_to(PACKAGE).parts]
+
+
+def paragraph(docstring: str, *starts: str) -> str:
+    """The sentences of a docstring that follow one of ``starts``, up to the next such start or empty line."""
+    keys = "|".join(re.escape(start) for start in starts)
+    following = r"\s(?:Owns|Never|Order|Ordering rule)[:,]|\n\n|\Z"
+    match = re.search(rf"(?:^|\s)(?:{keys}): *(.*?)(?={following})", docstring, re.S)
+    return tidy(match[1]) if match else ""
+
+
+def tidy(text: str) -> str:
+    """One line; a docstring's double backticks are Markdown's single ones."""
+    line = re.sub(r"\s+", " ", text).strip().replace("``", "`")
+    line = line[:-1] + "." if line.endswith(":") else line
+    return "".join(part if n % 2 else part.replace("*", "\\*") for n, part in enumerate(re.split(r"(`[^`]*`)", line)))
+
+
+def docstring_of(path: Path) -> str:
+    return ast.get_docstring(tree_of(path)) or ""
+
+
+def owners() -> str:
+    rows = []
+    for path in sources():
+        owns = paragraph(docstring_of(path), "Owns")
+        if owns and not owns.startswith(("the room", "nothing itself")):
+            rows.append((code(path.relative_to(PACKAGE)), owns, paragraph(docstring_of(path), "Never") or "-"))
+    return table(("file", "owns", "never"), rows)
+
+
+def ordering_rules() -> str:
+    rows = []
+    for path in sources():
+        rule = paragraph(docstring_of(path), "Ordering rule", "Order", "Ordering rule of a pass")
+        if rule and "reference first" not in rule.lower():
+            rows.append((code(path.relative_to(PACKAGE)), rule))
+    return table(("file", "rule"), rows)
+
+
+def step_order() -> str:
+    """The six rules at the head of the model runner."""
+    rows: list[list[str]] = []
+    for line in docstring_of(PACKAGE / "v1/worker/hpu_model_runner.py").splitlines():
+        match = re.match(r"    (\S+ before \S+)\s{2,}(.*)", line)
+        if match:
+            rows.append([f"**{match[1]}**", match[2]])
+        elif rows and line.startswith(" " * 8):
+            rows[-1][1] += " " + line.strip()
+        elif rows:
+            break
+    assert rows
+    return table(("rule", "why"), rows)
+
+
+# What is used of vLLM
+
+
+@functools.cache
+def vllm_folder() -> Path:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise LookupError("vLLM is not installed: the tables of what is used of it are made from its sources")
+    return Path(spec.submodule_search_locations[0])
+
+
+def vllm_module(name: str) -> Path | None:
+    parts = name.split(".")[1:]
+    base = vllm_folder().joinpath(*parts)
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+def imported(path: Path) -> dict[str, tuple[str, str]]:
+    """Local name -> (module, name) of everything that a file imports from somewhere."""
+    found = {}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.update({alias.asname or alias.name: (node.module, alias.name) for alias in node.names})
+        elif isinstance(node, ast.Import):
+            found.update({alias.asname or alias.name: (alias.name, "") for alias in node.names})
+    return found
+
+
+def find_class(module: str, name: str) -> tuple[Path, ast.ClassDef] | None:
+    """A class of vLLM, followed through re-exports."""
+    path = vllm_module(module)
+    if path is None:
+        return None
+    for node in tree_of(path).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return path, node
+    source = imported(path).get(name)
+    return find_class(*source) if source and source[0].startswith("vllm") and source[1] else None
+
+
+def members(module: str, name: str) -> set[str]:
+    """What a class of vLLM and its bases define: methods, class attributes and attributes set on self."""
+    found = find_class(module, name)
+    if found is None:
+        return set()
+    path, node = found
+    names = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for item in ast.walk(node):
+        if isinstance(item, ast.AnnAssign | ast.Assign):
+            for target in item.targets if isinstance(item, ast.Assign) else [item.target]:
+                for part in ast.walk(target):
+                    if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self":
+                        names.add(part.attr)
+                    elif isinstance(part, ast.Name) and item in node.body:
+                        names.add(part.id)
+    for base in node.bases:
+        base = base.value if isinstance(base, ast.Subscript) else base
+        if isinstance(base, ast.Name):
+            source = imported(path).get(base.id)
+            if source and source[0].startswith("vllm"):
+                names |= members(*source)
+            elif source is None:
+                names |= members(module_name(path), base.id)
+    return names
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(vllm_folder()).with_suffix("").parts
+    return ".".join(("vllm", *(part for part in parts if part != "__init__")))
+
+
+@dataclass(frozen=True)
+class Subclass:
+    """One of our classes before a class of vLLM."""
+
+    path: Path
+    node: ast.ClassDef
+    base: tuple[str, str]  # module, class
+
+
+def subclasses() -> list[Subclass]:
+    """Every class of the package whose base is vLLM's; a mixin stands before the base that follows it."""
+    found = []
+    for path in sources():
+        names, local = imported(path), {n.name: n for n in tree_of(path).body if isinstance(n, ast.ClassDef)}
+        for node in local.values():
+            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            theirs = [names[base] for base in bases if base in names and names[base][0].startswith("vllm.")]
+            if theirs:
+                found.append(Subclass(path, node, theirs[0]))
+                found += [Subclass(path, local[base], theirs[0]) for base in bases if base in local]
+    return found
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names(node: ast.ClassDef) -> list[str]:
+    names = []
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.append(item.name)
+        elif isinstance(item, ast.Assign | ast.AnnAssign):
+            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return names
+
+
+def overrides() -> str:
+    rows = []
+    for sub in subclasses():
+        theirs = members(*sub.base)
+        taken = [name for name in own_names(sub.node) if name in theirs and not name.startswith("__")]
+        rows.append(
+            (
+                code(sub.node.name),
+                code(f"{sub.base[0]}.{sub.base[1]}"),
+                ", ".join(code(name) for name in taken if not is_private(name)) or "-",
+                ", ".join(code(name) for name in taken if is_private(name)) or "-",
+            )
+        )
+    return table(("class", "before vLLM's", "overridden, public", "overridden, private"), rows)
+
+
+def vllm_imports() -> str:
+    users: dict[tuple[str, str], set[str]] = {}
+    for path in sources():
+        for node in ast.walk(tree_of(path)):
+            found = []
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm" and not node.level:
+                found = [(str(node.module), alias.name) for alias in node.names]
+            elif isinstance(node, ast.Import):
+                found = [(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "vllm"]
+            for key in found:
+                users.setdefault(key, set()).add(path.relative_to(PACKAGE).as_posix())
+    rows = []
+    for module in sorted({module for module, _ in users}):
+        names = sorted(name for m, name in users if m == module)
+        files = sorted(set().union(*(users[module, name] for name in names)))
+        rows.append(
+            (
+                code(module),
+                ", ".join(code(name) for name in names if name) or "the module",
+                ", ".join(code(file) for file in files),
+            )
+        )
+    return table(("module of vLLM", "names", "used by"), rows)
+
+
+def private_uses() -> str:
+    """Names with a leading underscore that are vLLM's (or another package's) and that we call or read."""
+    ours: set[str] = set()
+    for path in sources():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                ours.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                ours.add(node.attr)
+    inherited = {sub.node.name: members(*sub.base) for sub in subclasses()}
+    uses: dict[str, set[str]] = {}
+    for path in sources():
+        for node in tree_of(path).body:
+            theirs = inherited.get(node.name, set()) if isinstance(node, ast.ClassDef) else set()
+            for item in ast.walk(node):
+                if not isinstance(item, ast.Attribute) or not is_private(item.attr):
+                    continue
+                owner = ast.unparse(item.value)
+                if item.attr in theirs and owner in ("self", "cls", "super()"):
+                    uses.setdefault(f"{item.attr}", set()).add(path.relative_to(PACKAGE).as_posix())
+                elif owner not in ("self", "cls", "super()") and (item.attr not in ours or owner[0].isupper()):
+                    uses.setdefault(f"{owner}.{item.attr}", set()).add(path.relative_to(PACKAGE).as_posix())
+    rows = [(code(name), ", ".join(code(file) for file in sorted(files))) for name, files in sorted(uses.items())]
+    return table(("private name", "used by"), rows)
+
+
+INTERNALS = {
+    "fake_free_list_head": "where the free queue starts: whether the blocks that go next hold nothing",
+    "prev_free_block": "whether a block stands in the free queue",
+    "unpin_blocks": "checkpoint blocks go to the evictable end, and the pool reports when one is handed out again",
+    "cache_full_blocks": "a boundary is published under vLLM's own block hash",
+    "evict_blocks": "a hash is taken back",
+    "single_type_managers": "the block manager of each KV cache group",
+    "shared_prefix_boundary": "how far another request's attention blocks reach into this prompt",
+    "need_mamba_block_aligned_split": "makes vLLM's scheduler ask where a prefill chunk ends",
+    "new_block_ids_to_zero": "attention blocks that the worker zeroes before it reads them",
+    "kv_cache_block_copies": "partial-block hits; the request table raises when there is one",
+    "block_table_updates": "rewritten block tables; the request table raises when there is one",
+    "waiting_lora_adapters": "carries our counters to the process that serves `/metrics`",
+    "static_forward_context": "vLLM's layers by name, for specs and for binding caches",
+    "num_prefill_checkpoint_blocks": "an opt-in Mamba feature that resumes off a boundary; refused",
+}
+
+
+def internals() -> str:
+    """Names without an underscore that are no interface either. Each must stand in both code bases."""
+    package = "\n".join(path.read_text() for path in sources())
+    vllm = "\n".join(
+        path.read_text() for folder in ("v1", "config") for path in sorted((vllm_folder() / folder).rglob("*.py"))
+    )
+    for name in INTERNALS:
+        for where, text in (("vllm_gaudi", package), ("vLLM", vllm)):
+            if not re.search(rf"\b{name}\b", text):
+                raise LookupError(f"{name} does not occur in {where} any more: remove it from INTERNALS")
+    return table(("name", "used for"), [(code(name), why) for name, why in INTERNALS.items()])
+
+
+def doors() -> str:
+    """Where vLLM asks the plugin, and what it gets."""
+    rows = []
+    for path in sources():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                for decorator in node.decorator_list:
+                    if ast.unparse(decorator).endswith(".register_oot"):
+                        replaced = ast.unparse(decorator).removesuffix(".register_oot")
+                        rows.append((code(f"{replaced}.register_oot"), code(node.name), code(path.relative_to(ROOT))))
+    return table(("door", "our class", "file"), rows)
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "dimensions": dimensions,
+    "block-sizes": block_sizes,
+    "pool-costs": pool_costs,
+    "staging": staging,
+    "rooms-left": rooms_left,
+    "recipes": recipe_commands,
+    "environment": environment,
+    "hits": hits,
+    "boundary-cost": boundary_cost,
+    "additional-config": additional_config,
+    "refusals": refusal_table,
+    "start-errors": raises,
+    "architectures": architectures,
+    "metrics": metrics,
+    "miss-reasons": miss_reasons,
+    "log-lines": log_lines,
+    "entry-points": entry_points,
+    "pins": pins,
+    "compat": compat_rows,
+    "ops": ops,
+    "owners": owners,
+    "ordering-rules": ordering_rules,
+    "step-order": step_order,
+    "overrides": overrides,
+    "vllm-imports": vllm_imports,
+    "private-uses": private_uses,
+    "internals": internals,
+    "doors": doors,
+}
+
+
+# The picture
+
+INK, FAINT, PAPER = "#1f2933", "#7b8794", "#ffffff"
+ATTENTION, GDN, SLOT, STAGING, FREE = "#cfe3f7", "#ffe0b5", "#d5efd3", "#eadcf6", "#f1f3f5"
+
+
+def box(x: int, y: int, width: int, height: int, fill: str, *lines: str) -> str:
+    parts = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{fill}" stroke="{INK}"/>']
+    top = y + height / 2 - 8 * (len(lines) - 1)
+    for n, line in enumerate(lines):
+        parts.append(f'<text x="{x + width / 2:g}" y="{top + 16 * n + 4:g}" text-anchor="middle">{line}</text>')
+    return "".join(parts)
+
+
+def label(x: int, y: int, text: str, anchor: str = "start", is_bold: bool = False) -> str:
+    weight = ' font-weight="bold"' if is_bold else ""
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}"{weight}>{text}</text>'
+
+
+def arrow(x1: int, y1: int, x2: int, y2: int) -> str:
+    return f'<path d="M{x1} {y1} L{x2} {y2}" fill="none" stroke="{INK}" stroke-width="1.5" marker-end="url(#head)"/>'
+
+
+def picture() -> str:
+    """The pool, one boundary's blocks, the slots and the staging rows."""
+    tokens = 2
+    parts = [
+        label(20, 30, "Block pool: N blocks of B tokens; each block id is owned by one group at a time", is_bold=True)
+    ]
+    names = (
+        (FREE, "0", "null"),
+        (ATTENTION, "1", "attention"),
+        (ATTENTION, "2", "attention"),
+        (GDN, "3", "GDN group 0"),
+        (GDN, "4", "GDN group 1"),
+        (GDN, "5", "GDN group 2"),
+        (ATTENTION, "6", "attention"),
+        (FREE, "7", "free"),
+        (FREE, "...", "free"),
+    )
+    for n, (fill, number, owner) in enumerate(names):
+        parts.append(box(20 + 98 * n, 44, 92, 48, fill, number, owner))
+    parts.append(
+        label(
+            20, 116, f"Boundary {tokens}B: attention block 2 holds K and V of tokens B..2B-1; blocks 3, 4, 5 hold the"
+        )
+    )
+    parts.append(
+        label(
+            20,
+            134,
+            "state of every GDN layer after exactly 2B tokens. Four block ids, and all four must be there for a hit.",
+        )
+    )
+
+    parts.append(label(20, 178, "One page: K half and V half of one block at one position", is_bold=True))
+    parts.append(label(20, 206, "attention block 2"))
+    parts.append(box(190, 190, 330, 26, ATTENTION, "K of B tokens"))
+    parts.append(box(524, 190, 330, 26, ATTENTION, "V of B tokens"))
+    parts.append(label(20, 242, "GDN block 3, 4 or 5"))
+    parts.append(box(190, 226, 330, 26, GDN, "SSM heads, as many as fit whole"))
+    parts.append(box(524, 226, 180, 26, GDN, "the other SSM heads"))
+    parts.append(box(704, 226, 76, 26, GDN, "conv tail"))
+    parts.append(box(780, 226, 74, 26, FREE, "unused"))
+
+    parts.append(label(20, 300, "State rows", is_bold=True))
+    for n in range(4):
+        parts.append(box(20 + 84 * n, 314, 80, 40, SLOT, f"slot {n}" if n < 3 else "..."))
+    parts.append(box(356, 314, 80, 40, FREE, "ZERO"))
+    parts.append(box(440, 314, 80, 40, FREE, "TRASH"))
+    for n in range(3):
+        parts.append(box(524 + 112 * n, 314, 106, 40, STAGING, f"staging {n}" if n < 2 else "..."))
+    parts.append(label(20, 376, "a running request's live state"))
+    parts.append(label(356, 376, "what pads read, write"))
+    parts.append(label(524, 376, "states at boundaries that this forward runs over"))
+    parts.append(label(20, 400, "Every GDN layer has tensors of its own; a row has the same number in all of them."))
+
+    parts.append(arrow(250, 314, 250, 256))
+    parts.append(label(258, 284, "save at a step's end"))
+    parts.append(arrow(232, 256, 232, 314))
+    parts.append(label(224, 284, "restore at admission", "end"))
+    parts.append(arrow(640, 314, 640, 256))
+    parts.append(label(648, 284, "save after the forward"))
+    style = f"<style>text{{font:13px sans-serif;fill:{INK}}}</style>"
+    head = (
+        f'<marker id="head" markerWidth="8" markerHeight="8" refX="6" refY="3" orient="auto">'
+        f'<path d="M0 0 L6 3 L0 6 z" fill="{INK}"/></marker>'
+    )
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 910 416" role="img">'
+        "<title>The block pool, the four blocks of one boundary, slots and staging rows</title>\n"
+        f'<defs>{head}</defs>{style}<rect width="910" height="416" fill="{PAPER}"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+# Writing and building
+
+
+def rendered(text: str) -> str:
+    """A page with its generated sections as they are now. Raises LookupError for a section that nobody makes."""
+
+    def section(match: re.Match[str]) -> str:
+        if match[2] not in SECTIONS:
+            raise LookupError(f"no section is named {match[2]}; sections are {', '.join(SECTIONS)}")
+        return f"{match[1]}\n{SECTIONS[match[2]]()}\n{match[3]}"
+
+    return SECTION.sub(section, text)
+
+
+def pages() -> list[Path]:
+    return sorted(DOCS.rglob("*.md"))
+
+
+def outputs() -> dict[Path, str]:
+    """What every file with a generated part should be."""
+    return {**{path: rendered(path.read_text()) for path in pages()}, PICTURE: picture()}
+
+
+def stale() -> list[Path]:
+    return [path for path, text in outputs().items() if not path.is_file() or path.read_text() != text]
+
+
+def write() -> list[Path]:
+    """Bring the generated parts up to date; returns what has changed."""
+    changed = stale()
+    for path, text in outputs().items():
+        if path in changed:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    return changed
+
+
+def install_mkdocs() -> None:
+    constraints = [
+        part for pins in (install.HOST_PINS, install.BUILD_PINS, install.TEST_PINS) for part in ("-c", str(pins))
+    ]
+    install.pip_install("-r", str(DOCS_PINS), *constraints)
+
+
+def have_mkdocs() -> bool:
+    """Install MkDocs into .venv unless the stamp says that these pins are there."""
+    key = install.stamp_key((DOCS_PINS,))
+    if install.is_installed(key, STAMP):
+        return True
+    if not install.run_phases([install.Phase("MkDocs", install_mkdocs)]):
+        return False
+    STAMP.write_text(key + "\n")
+    return True
+
+
+def build() -> int:
+    for path in write():
+        print(f"written: {path.relative_to(ROOT)}", flush=True)
+    if not have_mkdocs():
+        return 1
+    command = [str(install.VENV / "bin" / "python"), "-m", "mkdocs", "build", "--strict", "--site-dir", str(SITE)]
+    code_of_mkdocs = subprocess.run(command, cwd=ROOT, check=False).returncode
+    if code_of_mkdocs == 0:
+        print(f"site: {SITE.relative_to(ROOT)}/index.html")
+    return code_of_mkdocs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The documentation site.")
+    parser.add_argument("what", nargs="?", choices=("write", "check", "build"), default="write")
+    what = parser.parse_args().what
+    if what == "build":
+        return build()
+    if what == "check":
+        found = stale()
+        for path in found:
+            print(f"not up to date: {path.relative_to(ROOT)}; run make docs", file=sys.stderr)
+        return 1 if found else 0
+    for path in write():
+        print(f"written: {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
