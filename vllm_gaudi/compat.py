@@ -52,6 +52,15 @@ ROWS: tuple[Row, ...] = (
         removal="vLLM asks the platform instead, or torch.accelerator answers without an accelerator",
         test="test_torch_accelerator_raises_without_an_accelerator",
     ),
+    Row(
+        symbol="torch._dynamo.config.{recompile_limit,accumulated_recompile_limit}",
+        symptom="with compiled layers, all but the first eight shapes of the bucket ladder run eagerly",
+        cause="dynamo counts compilations per code object, which all layers of a class and all buckets share, and "
+        "torch.compile takes no limit as an argument",
+        versions="torch 2.13",
+        removal="torch.compile takes the limit, or counts per module",
+        test="test_dynamo_s_limit_is_below_the_ladder",
+    ),
 )
 
 _torchvision_library: Any = None
@@ -86,6 +95,15 @@ def register_environment_variables() -> None:
     for name in envs.TABLE:
         if name.startswith("VLLM_"):
             vllm.envs.environment_variables.setdefault(name, lambda name=name: envs.get(name))
+
+
+def allow_compiled_shapes(count: int) -> None:
+    """Let dynamo keep ``count`` compilations of one function, warm-up's shapes over all layers; never lowers it."""
+    import torch._dynamo
+
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, count)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
 
 
 def make_accelerator_calls_harmless() -> None:

@@ -60,6 +60,14 @@ def kernels() -> Any:
     return kernel_module
 
 
+def compile_backend() -> str | None:
+    """The torch.compile backend that the user asked for, or the device's own; None runs eagerly."""
+    asked = envs.get("VLLM_GAUDI_COMPILE")
+    if asked is None:
+        return "hpu_backend" if is_hpu() else None
+    return None if asked == "none" else asked
+
+
 def initialize() -> None:
     """Make the device usable in this process."""
     if is_hpu():

@@ -38,6 +38,15 @@ def _positive_float(name: str, text: str) -> float:
     return value
 
 
+def _choice(*names: str) -> Callable[[str, str], str]:
+    def parse(name: str, text: str) -> str:
+        if text.strip().lower() not in names:
+            raise ValueError(f"{name}={text!r} is not known; use one of {', '.join(names)}")
+        return text.strip().lower()
+
+    return parse
+
+
 def _text(_: str, text: str) -> str:
     return text
 
@@ -64,6 +73,12 @@ TABLE: dict[str, EnvVar] = {
     ),
     "VLLM_GAUDI_HOST_MEMORY_GIB": EnvVar(
         4.0, _positive_float, "On a CPU host: GiB of memory, per rank, that count as the device's memory."
+    ),
+    "VLLM_GAUDI_COMPILE": EnvVar(
+        None,
+        _choice("none", "aot_eager", "inductor", "hpu_backend"),
+        "torch.compile backend of the decoder layers: unset is hpu_backend on Gaudi and none on a CPU host, and "
+        "--enforce-eager is none everywhere.",
     ),
     "VLLM_USE_V2_MODEL_RUNNER": EnvVar(None, _flag, "vLLM's own switch; the V2 runner is refused."),
     "VLLM_TARGET_DEVICE": EnvVar(None, _text, "vLLM's build variable; 'cpu' at run time would hide this plugin."),

@@ -205,3 +205,16 @@ def test_an_accelerator_that_works_is_left_alone(monkeypatch, accelerator):
     before = [getattr(accelerator, name) for name in ACCELERATOR_CALLS]
     compat.make_accelerator_calls_harmless()
     assert [getattr(accelerator, name) for name in ACCELERATOR_CALLS] == before
+
+
+def test_dynamo_s_limit_is_below_the_ladder(monkeypatch):
+    """Eight shapes of one function; a small engine's ladder has some dozens, and every layer of a kind counts."""
+    import torch._dynamo.config as config
+
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        monkeypatch.setattr(config, name, getattr(config, name))
+    assert config.recompile_limit <= 64
+    compat.allow_compiled_shapes(1000)
+    assert config.recompile_limit == config.accumulated_recompile_limit == 1000
+    compat.allow_compiled_shapes(10)
+    assert config.recompile_limit == 1000

@@ -218,3 +218,22 @@ def test_importing_the_package_imports_neither_torch_nor_vllm_nor_the_bridge(run
         "print(sorted({'torch', 'vllm', 'numpy', 'habana_frameworks'} & set(sys.modules)))"
     )
     assert run_with_a_bridge(script) == ["[]"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_hpu", "backend"),
+    [
+        (None, False, None),
+        (None, True, "hpu_backend"),
+        ("none", True, None),
+        ("aot_eager", False, "aot_eager"),
+        ("inductor", True, "inductor"),
+    ],
+)
+def test_the_backend_of_compiled_layers(monkeypatch, asked, is_hpu, backend):
+    monkeypatch.setattr(device, "is_hpu", lambda: is_hpu)
+    if asked is None:
+        monkeypatch.delenv("VLLM_GAUDI_COMPILE", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_GAUDI_COMPILE", asked)
+    assert device.compile_backend() == backend

@@ -23,16 +23,24 @@ LOGITS_ROW_TILE = 16
 class RowTiledLinearMethod(UnquantizedLinearMethod):
     """vLLM's unquantised method whose product runs in tiles of the forward's ``row_tile``."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._ops = load_ops()
+
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         tile = get_forward_context().attn_metadata.row_tile
-        return load_ops().row_tiled_linear(x, layer.weight, bias, tile)
+        return self._ops.row_tiled_linear(x, layer.weight, bias, tile)
 
 
 class RowTiledLogitsMethod(UnquantizedEmbeddingMethod):
     """vLLM's unquantised embedding whose logits product runs in tiles of ``LOGITS_ROW_TILE`` rows."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._ops = load_ops()
+
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return load_ops().row_tiled_linear(x, layer.weight, bias, LOGITS_ROW_TILE)
+        return self._ops.row_tiled_linear(x, layer.weight, bias, LOGITS_ROW_TILE)
 
 
 def install_row_tiles(model: torch.nn.Module) -> int:

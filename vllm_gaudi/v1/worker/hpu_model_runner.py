@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
 
-from vllm_gaudi import envs
+from vllm_gaudi import device, envs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS, BucketGrid, DecodeBucket, PrefillBucket
 from vllm_gaudi.models.linear import install_row_tiles
 from vllm_gaudi.v1.core.gdn_checkpoint import GDNCheckpointSpec
@@ -99,7 +99,8 @@ class HPUModelRunner:
         loader = get_model_loader(load_config)
         self.model = loader.load_model(vllm_config=self.vllm_config, model_config=self.vllm_config.model_config)
         install_row_tiles(self.model)
-        self.graphs = GraphRunner(self.model, self.vllm_config)
+        backend = None if self.vllm_config.model_config.enforce_eager else device.compile_backend()
+        self.graphs = GraphRunner(self.model, self.vllm_config, backend)
 
     @property
     def layers(self) -> dict[str, Any]:
@@ -281,7 +282,7 @@ class HPUModelRunner:
                 first_row = n * inputs.attn.query
                 rows = torch.arange(first_row, first_row + inputs.attn.query, device=self.device)
                 targets = torch.from_numpy(request.tokens[start + 1 : last + 1].astype(np.int64)).to(self.device)
-                logits = self.graphs.logits(hidden, rows)[: last - start]
+                logits = self.graphs.prompt_logits(hidden, rows)[: last - start]
                 chunk = self.sampling.score_prompt(logits, targets, num_logprobs)
                 self.prompt_logprobs.fill(request, start, chunk, num_logprobs)
             if end >= request.num_prompt:

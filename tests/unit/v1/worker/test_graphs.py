@@ -92,3 +92,14 @@ def test_logits_are_those_of_the_rows_asked_for(runner, inputs):
     hidden = runner.run(inputs.dummy(PrefillBucket(1, 16, 1)))
     rows = torch.from_numpy(np.array([3, 0, 3]))
     assert runner.logits(hidden, rows).tolist() == [[6.0], [0.0], [6.0]]
+
+
+def test_the_compiled_regions_are_the_layers_and_nothing_inside_them():
+    from vllm_gaudi.v1.worker.graphs import regions
+
+    layers = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(2, 2)])) for _ in range(3)])
+    body = torch.nn.Module()
+    body.embed, body.layers, body.norm = torch.nn.Embedding(2, 2), layers, torch.nn.LayerNorm(2)
+    model = torch.nn.Module()
+    model.model, model.lm_head = body, torch.nn.Linear(2, 2)
+    assert list(regions(model)) == list(layers)
