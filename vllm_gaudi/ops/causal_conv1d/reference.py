@@ -57,10 +57,11 @@ def causal_conv1d_prefill(
     dead = torch.arange(num_tokens, dtype=lengths.dtype, device=lengths.device) >= lengths[:, None]
     y.masked_fill_(dead[:, :, None], 0.0)
 
-    new_tail = tails_after(inputs, lengths[:, None], history).view(tail.shape)
     if boundary_first is None:
-        return y, new_tail
-    return y, new_tail, tails_after(inputs, boundary_ends(boundary_first, boundary_every, lengths, num_tokens), history)
+        return y, tails_after(inputs, lengths[:, None], history).view(tail.shape)
+    ends = boundary_ends(boundary_first, boundary_every, lengths, num_tokens)
+    tails = tails_after(inputs, torch.cat((lengths[:, None], ends), dim=1), history)
+    return y, tails[:, 0], tails[:, 1:]
 
 
 def causal_conv1d_update(
@@ -98,8 +99,10 @@ def tails_after(inputs: torch.Tensor, ends: torch.Tensor, history: int) -> torch
 
     ends int32 [N, S] in 0..T; row history + t of `inputs` is token t.
     """
-    sequence = torch.arange(inputs.shape[0], dtype=ends.dtype, device=ends.device)
-    first = ends + sequence[:, None] * inputs.shape[1]
+    first = ends
+    if inputs.shape[0] > 1:
+        sequence = torch.arange(inputs.shape[0], dtype=ends.dtype, device=ends.device)
+        first = ends + sequence[:, None] * inputs.shape[1]
     rows = first[:, :, None] + torch.arange(history, dtype=ends.dtype, device=ends.device)
     return inputs.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
 

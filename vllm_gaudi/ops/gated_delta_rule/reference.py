@@ -77,11 +77,12 @@ def chunk_gated_delta_rule(
     out = v.new_empty(batch, num_chunks * chunk_size, v_heads, v_dim)
     state = initial_state.float().reshape(batch * v_heads, k_dim, v_dim)
     chunks_per_segment = max(1, SEGMENT_TOKENS // chunk_size)
-    ring = state.new_empty(min(chunks_per_segment, num_chunks), *state.shape)  # a segment's states, reused by the next
-    boundaries = None
+    ring = state.new_empty(max(1, min(chunks_per_segment, num_chunks)), *state.shape)  # one segment's states
+    boundaries = ends = None
     if boundary_first is not None:
         ends = boundary_chunks(boundary_first, boundary_every, chunk_size, num_chunks)
-        boundaries = _BoundaryStates(ring, ends, boundary_every // chunk_size, num_chunks)
+        if num_chunks > chunks_per_segment:
+            boundaries = _BoundaryStates(ring, ends, boundary_every // chunk_size, num_chunks)
 
     for first in range(0, num_chunks, chunks_per_segment):
         last = min(first + chunks_per_segment, num_chunks)
@@ -106,10 +107,10 @@ def chunk_gated_delta_rule(
     out = out[:, :num_tokens].contiguous()
     out.masked_fill_(_dead_tokens(lengths, num_tokens)[:, :, None, None], 0.0)
     final_state = state.reshape(initial_state.shape).to(initial_state.dtype, copy=True)
-    if boundaries is None:
+    if ends is None:
         return out, final_state
-    boundary_states = boundaries.gather().unflatten(-1, initial_state.shape[1:])
-    return out, final_state, boundary_states.to(initial_state.dtype)
+    kept = _states_after(ring, ends) if boundaries is None else boundaries.gather()
+    return out, final_state, kept.unflatten(-1, initial_state.shape[1:]).to(initial_state.dtype)
 
 
 def recurrent_gated_delta_rule(
@@ -233,10 +234,14 @@ def _run_segment(q, k, v, g, beta, state, lengths, chunk_size, num_chunks, state
 
 
 def _states_after(ring, chunk):
-    """A copy [N, Hv * Dk * Dv] of the state of sequence n after chunk[n] of the ring [chunks, N * Hv, Dk, Dv]."""
+    """A copy [N, ..., Hv * Dk * Dv] of the states of sequence n after chunk[n] of the ring [chunks, N * Hv, Dk, Dv]."""
     batch = chunk.shape[0]
-    row = chunk * batch + torch.arange(batch, dtype=chunk.dtype, device=chunk.device)
-    return ring.view(ring.shape[0] * batch, -1).index_select(0, row)
+    row = chunk
+    if batch > 1:
+        sequence = torch.arange(batch, dtype=chunk.dtype, device=chunk.device)
+        row = chunk * batch + sequence.view(-1, *[1] * (chunk.dim() - 1))
+    states = ring.view(ring.shape[0] * batch, -1).index_select(0, row.flatten())
+    return states if chunk.dim() == 1 else states.unflatten(0, chunk.shape)
 
 
 class _BoundaryStates:
