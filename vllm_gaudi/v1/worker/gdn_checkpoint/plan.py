@@ -58,16 +58,10 @@ def plan_checkpoints(step: StepRequests, block_size: int, gdn_groups: Sequence[i
     request resumes off a boundary, when the block that it resumes from is the null block, or when a boundary has a
     block in some GDN groups only.
     """
-    admitted = np.flatnonzero(step.admitted)
-    resumed = admitted[step.num_computed[admitted] > 0] if len(gdn_groups) else admitted[:0]
-    fresh = np.setdiff1d(admitted, resumed, assume_unique=True)
-    off_grid = resumed[step.num_computed[resumed] % block_size != 0]
-    if len(off_grid):
-        i = int(off_grid[0])
-        raise RuntimeError(
-            f"request {step.req_ids[i]} resumes at {step.num_computed[i]} tokens, which is not a multiple of B = "
-            f"{block_size}; there is no checkpoint there (is --prefix-match-unit set, or a KV connector used?)"
-        )
+    fresh: list[int] = []
+    resumed: list[int] = []
+    for i in np.flatnonzero(step.admitted).tolist():
+        (resumed if len(gdn_groups) and step.num_computed[i] > 0 else fresh).append(i)
     crossed, save = _saves(step, block_size, gdn_groups)
     return CheckpointPlan(
         zero_blocks=step.fresh_blocks,
@@ -78,41 +72,58 @@ def plan_checkpoints(step: StepRequests, block_size: int, gdn_groups: Sequence[i
     )
 
 
-def _restores(step: StepRequests, rows: np.ndarray, block_size: int, gdn_groups: Sequence[int]) -> RowCopies:
+def _restores(step: StepRequests, rows: Sequence[int], block_size: int, gdn_groups: Sequence[int]) -> RowCopies:
     """Slots of the requests ``rows`` and, per group, the block of the entry that ends where they resume."""
-    entries = step.num_computed[rows] // block_size - 1
-    blocks = np.stack([step.block_ids[g][rows, entries] for g in gdn_groups]) if len(gdn_groups) else rows[None][:0]
-    if (blocks == 0).any():
-        group, n = (int(x) for x in np.argwhere(blocks == 0)[0])
-        raise RuntimeError(
-            f"request {step.req_ids[int(rows[n])]} has the null block at entry {int(entries[n])} of KV cache group "
-            f"{gdn_groups[group]}, where the checkpoint of {step.num_computed[rows[n]]} tokens must stand"
-        )
-    return RowCopies(rows=step.slots[rows], blocks=blocks.astype(np.int32))
+    sources: list[list[int]] = []
+    for i in rows:
+        computed = int(step.num_computed[i])
+        if computed % block_size:
+            raise RuntimeError(
+                f"request {step.req_ids[i]} resumes at {computed} tokens, which is not a multiple of B = {block_size}; "
+                "there is no checkpoint there (is --prefix-match-unit set, or a KV connector used?)"
+            )
+        entry = computed // block_size - 1
+        sources.append([int(step.block_ids[g][i, entry]) for g in gdn_groups])
+        if not all(sources[-1]):
+            raise RuntimeError(
+                f"request {step.req_ids[i]} has the null block at entry {entry} of KV cache group "
+                f"{gdn_groups[sources[-1].index(0)]}, where the checkpoint of {computed} tokens must stand"
+            )
+    return _copies([int(step.slots[i]) for i in rows], sources, len(gdn_groups))
+
+
+def _copies(rows: list[int], blocks: list[list[int]], num_groups: int) -> RowCopies:
+    """``blocks`` [N][G] of state rows [N]."""
+    return RowCopies(np.array(rows, np.int32), np.array(blocks, np.int32).reshape(len(rows), num_groups).T)
 
 
 def _saves(step: StepRequests, block_size: int, gdn_groups: Sequence[int]) -> tuple[dict[int, Crossed], RowCopies]:
-    """What is saved on the way, by request, and from the slots at the end."""
+    """What is saved on the way, by request, and from the slots at the end. Plain integers: a step crosses few."""
     crossed: dict[int, Crossed] = {}
     slots: list[int] = []
-    at_end: list[np.ndarray] = []
-    first, last = step.num_computed // block_size, step.end // block_size
-    for i in np.flatnonzero(last > first).tolist() if len(gdn_groups) else ():
-        entries = np.arange(first[i], last[i])
-        blocks = np.stack([step.block_ids[g][i, entries] for g in gdn_groups])
-        kept = (blocks != 0).any(axis=0)
-        if (blocks[:, kept] == 0).any():
-            boundary = int((entries[kept][(blocks[:, kept] == 0).any(axis=0)][0] + 1) * block_size)
-            raise RuntimeError(
-                f"request {step.req_ids[i]} has a block for the checkpoint of {boundary} tokens in some of the KV "
-                f"cache groups {tuple(gdn_groups)} and the null block in others"
-            )
-        if kept[-1] and step.end[i] % block_size == 0:
-            slots.append(int(step.slots[i]))
-            at_end.append(blocks[:, -1])
-            kept[-1] = False
-        if kept.any():
-            tokens = (entries[kept] + 1) * block_size - step.num_computed[i]
-            crossed[i] = Crossed(tokens.astype(np.int32), blocks[:, kept].astype(np.int32))
-    ends = np.stack(at_end, axis=1) if at_end else np.zeros((len(gdn_groups), 0))
-    return crossed, RowCopies(rows=np.asarray(slots, np.int32), blocks=ends.astype(np.int32))
+    at_end: list[list[int]] = []
+    tables = [step.block_ids[g] for g in gdn_groups]
+    crosses = step.end // block_size != step.num_computed // block_size
+    for i in np.flatnonzero(crosses).tolist() if tables else ():
+        start, end = int(step.num_computed[i]), int(step.end[i])
+        tokens: list[int] = []
+        on_the_way: list[list[int]] = []
+        for entry in range(start // block_size, end // block_size):
+            blocks = [int(table[i, entry]) for table in tables]
+            boundary = (entry + 1) * block_size
+            if not any(blocks):
+                continue
+            if not all(blocks):
+                raise RuntimeError(
+                    f"request {step.req_ids[i]} has a block for the checkpoint of {boundary} tokens in some of the KV "
+                    f"cache groups {tuple(gdn_groups)} and the null block in others"
+                )
+            if boundary == end:
+                slots.append(int(step.slots[i]))
+                at_end.append(blocks)
+            else:
+                tokens.append(boundary - start)
+                on_the_way.append(blocks)
+        if tokens:
+            crossed[i] = Crossed(np.array(tokens, np.int32), np.array(on_the_way, np.int32).T)
+    return crossed, _copies(slots, at_end, len(tables))

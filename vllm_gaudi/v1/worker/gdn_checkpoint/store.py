@@ -137,6 +137,9 @@ def _rows(state: torch.Tensor) -> torch.Tensor:
 
 def padded(rows: np.ndarray) -> np.ndarray:
     """[N] int32 -> [2^k] int32, N > 0: the last entry repeated, so that the number of shapes stays small."""
-    return np.concatenate([rows, np.repeat(rows[-1:], (1 << (len(rows) - 1).bit_length()) - len(rows))]).astype(
-        np.int32
+    num_pads = (1 << (len(rows) - 1).bit_length()) - len(rows)
+    return (
+        np.concatenate([rows, np.repeat(rows[-1:], num_pads)]).astype(np.int32)
+        if num_pads
+        else np.array(rows, np.int32)
     )
