@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=[load.model for load in LOADS], help="default: all")
     arguments = parser.parse_args()
     loads = [load for load in LOADS if not arguments.model or load.model in arguments.model]
-    spent: dict[tuple[str, str, bool], list[float]] = {}
+    spent: dict[tuple[str, bool], list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:
         runs = [(load, budget, n) for load in loads for budget in BUDGETS for n in range(2 * arguments.repeats)]
         sizes: dict[str, int] = {}
@@ -89,12 +89,12 @@ def main() -> None:
                     source = random.Random(number // 2)
                     seconds(serving, load, source, what)  # warms what is warmed by use
                     label = f"{load.model} {what}" + (f", budget {budget} B" if what == "prefill" else "")
-                    spent.setdefault((load.model, label, caching), []).append(seconds(serving, load, source, what))
+                    spent.setdefault((label, caching), []).append(seconds(serving, load, source, what))
     print("| load | throughput with caching / without |")
     print("|---|---:|")
-    for (_, label, caching), on in spent.items():
+    for (label, caching), on in spent.items():
         if caching:
-            off = spent[_, label, False]
+            off = spent[label, False]
             ratios = [b / a for a, b in zip(on, off, strict=True)]
             print(f"| {label} | {statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f}) |")
 

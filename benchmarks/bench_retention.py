@@ -89,6 +89,11 @@ WORKLOADS: dict[str, Callable[[random.Random], list[Session]]] = {
 }
 
 
+def prefixes(tokens: list[int], most: int) -> list[tuple[int, ...]]:
+    """The prefixes of ``tokens`` that end on a boundary, of at most ``most`` tokens, shortest first."""
+    return [tuple(tokens[: k * B]) for k in range(1, most // B + 1)]
+
+
 def needed_blocks(sessions: list[Session], num_groups: int) -> int:
     """Blocks that all conversations take when they have ended: attention of distinct prefixes, one checkpoint each."""
     seen: set[tuple[int, ...]] = set()
@@ -96,15 +101,16 @@ def needed_blocks(sessions: list[Session], num_groups: int) -> int:
         whole: list[int] = []
         for new, answer in session:
             whole = whole + new + answer
-        seen |= {tuple(whole[: k * B]) for k in range(1, len(whole) // B + 1)}
+        seen.update(prefixes(whole, len(whole)))
     return len(seen) + len(sessions) * (num_groups - 1)
 
 
-def play(bench: ModelFree, sessions: list[Session]) -> tuple[int, int, int]:
-    """Turn by turn over all sessions, as many at once as there are; returns hit, reachable and computed tokens."""
+def play(bench: ModelFree, sessions: list[Session]) -> tuple[int, int]:
+    """Turn by turn over all sessions, two requests at a time; returns hit and reachable tokens."""
     histories: list[list[int]] = [[] for _ in sessions]
     seen: set[tuple[int, ...]] = set()
-    hit = reachable = computed = 0
+    played: list[Turn] = []
+    reachable = 0
     for turn in range(max(len(session) for session in sessions)):
         running: list[tuple[int, Turn]] = []
         for n, session in enumerate(sessions):
@@ -112,11 +118,10 @@ def play(bench: ModelFree, sessions: list[Session]) -> tuple[int, int, int]:
                 new, answer = session[turn]
                 request = bench.add(histories[n] + new, answer)
                 for _, twin in running:
-                    seen.update(tuple(twin.prompt[: k * B]) for k in range(1, len(twin.prompt) // B + 1))
-                known = (
-                    k for k in range((len(request.prompt) - 1) // B, 0, -1) if tuple(request.prompt[: k * B]) in seen
-                )
-                reachable += next(known, 0) * B
+                    seen.update(prefixes(twin.prompt, len(twin.prompt)))
+                known = (len(prefix) for prefix in prefixes(request.prompt, len(request.prompt) - 1) if prefix in seen)
+                reachable += max(known, default=0)
+                played.append(request)
                 # Two in flight: the next one comes while this one is being answered.
                 running.append((n, request))
                 if len(running) == 2:
@@ -124,17 +129,13 @@ def play(bench: ModelFree, sessions: list[Session]) -> tuple[int, int, int]:
                     running = _settle(running, histories, seen)
         bench.run()
         _settle(running, histories, seen)
-        for request in bench._turns.values():
-            hit += request.hit or 0
-            computed += request.computed
-        bench._turns.clear()
-    return hit, reachable, computed
+    return sum(request.hit or 0 for request in played), reachable
 
 
 def _settle(running: list[tuple[int, Turn]], histories: list[list[int]], seen: set[tuple[int, ...]]) -> list:
     for n, request in running:
         histories[n] = request.prompt + request.answer
-        seen.update(tuple(histories[n][: k * B]) for k in range(1, (len(histories[n]) - 1) // B + 1))
+        seen.update(prefixes(histories[n], len(histories[n]) - 1))
     return []
 
 
@@ -158,7 +159,7 @@ def main() -> None:
                             room = int(share * needed_blocks(sessions, num_groups))
                             num_blocks = max(room, 2 * (longest // B + num_groups)) + 1  # two run at a time
                             bench = ModelFree(serving, num_blocks, interval)
-                            hit, reachable, _ = play(bench, sessions)
+                            hit, reachable = play(bench, sessions)
                             ratios.append(hit / reachable)
                         row[label] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
                     rows.append((name, share, row))

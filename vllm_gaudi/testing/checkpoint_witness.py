@@ -156,7 +156,6 @@ class CheckpointWitness:
             return True
         prompt = request.num_prompt_tokens
         return (
-            tokens <= prompt < tokens + self._block_size
-            or tokens < prompt <= tokens + self._block_size
+            tokens <= prompt <= tokens + self._block_size
             or tokens <= request.shared_prefix_boundary < tokens + self._block_size
         )

@@ -22,13 +22,11 @@ from vllm_gaudi.v1.core.sched.hpu_scheduler import HPUScheduler
 
 @dataclasses.dataclass
 class Turn:
-    """``prompt`` and, once it has ended, what became of it. All in tokens but ``preemptions``."""
+    """``prompt``, ``answer``, and the tokens that it has reused once it is admitted."""
 
     prompt: list[int]
     answer: list[int]
     hit: int | None = None
-    computed: int = 0  # scheduled for it in all, recomputation after a preemption included
-    preemptions: int = 0
 
 
 class ModelFree:
@@ -52,7 +50,6 @@ class ModelFree:
         self._hasher = serving.core.request_block_hasher
         self._turns: dict[str, Turn] = {}
         self._num_added = 0
-        self.skipped = 0
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> Turn:
         """Queue a request that will be answered with ``answer``."""
@@ -71,8 +68,6 @@ class ModelFree:
         sampled = []
         for name in names:
             request, turn = self.scheduler.requests[name], self._turns[name]
-            turn.computed += output.num_scheduled_tokens[name]
-            turn.preemptions = request.num_preemptions
             reaches_end = request.num_computed_tokens >= request.num_tokens
             sampled.append([turn.answer[request.num_output_tokens]] if reaches_end else [])
         self.scheduler.update_from_output(

@@ -10,7 +10,7 @@ Unproved until it has run on a device: that the compiler fuses the taps; that in
 
 import torch
 
-from vllm_gaudi.ops.causal_conv1d.reference import boundary_ends, tails_after
+from vllm_gaudi.ops.causal_conv1d.reference import tails_of
 from vllm_gaudi.ops.pointwise import silu
 
 
@@ -33,11 +33,7 @@ def causal_conv1d_prefill(
     token = torch.arange(num_tokens, dtype=torch.int32, device=x.device)
     y = _taps([inputs[:, j : j + num_tokens] for j in range(history + 1)], weight, bias)
     y = y.masked_fill((token >= lengths[:, None])[:, :, None], 0.0).to(x.dtype)
-
-    new_tail = tails_after(inputs, lengths[:, None], history).view(tail.shape)
-    if boundary_first is None:
-        return y, new_tail
-    return y, new_tail, tails_after(inputs, boundary_ends(boundary_first, boundary_every, lengths, num_tokens), history)
+    return y, *tails_of(inputs, history, lengths, boundary_first, boundary_every)
 
 
 def causal_conv1d_update(

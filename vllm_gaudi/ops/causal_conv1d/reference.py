@@ -57,11 +57,7 @@ def causal_conv1d_prefill(
     dead = torch.arange(num_tokens, dtype=lengths.dtype, device=lengths.device) >= lengths[:, None]
     y.masked_fill_(dead[:, :, None], 0.0)
 
-    if boundary_first is None:
-        return y, tails_after(inputs, lengths[:, None], history).view(tail.shape)
-    ends = boundary_ends(boundary_first, boundary_every, lengths, num_tokens)
-    tails = tails_after(inputs, torch.cat((lengths[:, None], ends), dim=1), history)
-    return y, tails[:, 0], tails[:, 1:]
+    return y, *tails_of(inputs, history, lengths, boundary_first, boundary_every)
 
 
 def causal_conv1d_update(
@@ -81,20 +77,30 @@ def causal_conv1d_update(
     return _taps(list(inputs.unbind(1)), weight, bias).to(x.dtype), inputs[:, 1:].contiguous()
 
 
-def boundary_ends(
-    boundary_first: torch.Tensor, boundary_every: int, lengths: torch.Tensor, num_tokens: int
-) -> torch.Tensor:
-    """Tokens before boundary i of sequence n, clamped to 0..lengths[n]: int32 [N, ceil(num_tokens / boundary_every)].
+def tails_of(
+    inputs: torch.Tensor, history: int, lengths: torch.Tensor, boundary_first: torch.Tensor | None, boundary_every: int
+) -> tuple[torch.Tensor, ...]:
+    """The new_tail and, with `boundary_first`, the boundary_tails of `causal_conv1d_prefill`, in one gather.
 
-    Raises ValueError when boundary_every is not positive.
+    inputs [N, history + T, C]: row history + t is token t; the other arguments are those of the op. An entry past its
+    sequence's end repeats the new_tail. Raises ValueError when boundary_every is not positive.
     """
+    ends = lengths[:, None]
+    if boundary_first is None:
+        return (_tails_after(inputs, ends, history)[:, 0],)
     if boundary_every <= 0:
         raise ValueError(f"boundary_every is {boundary_every}: it must be positive")
-    run = torch.arange(0, num_tokens, boundary_every, dtype=torch.int32, device=boundary_first.device)
-    return torch.minimum((boundary_first[:, None] + run).clamp(min=0), lengths[:, None])
+    num_tokens = inputs.shape[1] - history
+    run = torch.arange(0, num_tokens, boundary_every, dtype=torch.int32, device=inputs.device)
+    boundaries = torch.minimum((boundary_first[:, None] + run).clamp(min=0), ends)
+    tails = _tails_after(inputs, torch.cat((ends, boundaries), dim=1), history)
+    return tails[:, 0], tails[:, 1:]
 
 
-def tails_after(inputs: torch.Tensor, ends: torch.Tensor, history: int) -> torch.Tensor:
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _tails_after(inputs: torch.Tensor, ends: torch.Tensor, history: int) -> torch.Tensor:
     """The `history` rows of inputs [N, history + T, C] that end with token ends[n, i] - 1: [N, S, history, C], a copy.
 
     ends int32 [N, S] in 0..T; row history + t of `inputs` is token t.
@@ -105,9 +111,6 @@ def tails_after(inputs: torch.Tensor, ends: torch.Tensor, history: int) -> torch
         first = ends + sequence[:, None] * inputs.shape[1]
     rows = first[:, :, None] + torch.arange(history, dtype=ends.dtype, device=ends.device)
     return inputs.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def _taps(shifted: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

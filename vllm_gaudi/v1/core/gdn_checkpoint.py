@@ -237,9 +237,7 @@ class CheckpointLedger:
         checkpoint = self._by_key.get(key)
         if checkpoint is None or all(block.block_hash is not None for block in checkpoint.blocks):
             return checkpoint
-        if self._is_alive(checkpoint) and self._is_free(checkpoint):
-            self._give_up(checkpoint)
-        else:
+        if not self._give_up(checkpoint):
             self._forget(checkpoint)
         return None
 
@@ -319,35 +317,43 @@ class CheckpointLedger:
     def _is_alive(self, checkpoint: Checkpoint) -> bool:
         return self._by_block.get(checkpoint.blocks[0].block_id) is checkpoint
 
+    @staticmethod
+    def _in_free_queue(checkpoint: Checkpoint) -> list[KVCacheBlock]:
+        """Its blocks but those in use and those that the pool is just handing out."""
+        return [block for block in checkpoint.blocks if block.ref_cnt == 0 and block.prev_free_block is not None]
+
     def _is_free(self, checkpoint: Checkpoint) -> bool:
-        return all(block.ref_cnt == 0 and block.prev_free_block is not None for block in checkpoint.blocks)
+        return len(self._in_free_queue(checkpoint)) == len(checkpoint.blocks)
 
     def _renew(self, checkpoint: Checkpoint) -> None:
         """As recently used as anything; nothing for one that is evicted, or in use and so renewed when it is freed."""
         if self._is_alive(checkpoint) and self._is_free(checkpoint):
-            self._pool.touch(checkpoint.blocks)
-            self._pool.free_blocks(checkpoint.blocks)
+            self._requeue(checkpoint.blocks)
 
     def _give_up(self, checkpoint: Checkpoint) -> bool:
         """Its blocks hold nothing from here on and are the next to be handed out; False for one that is in use."""
         if not self._is_alive(checkpoint) or not self._is_free(checkpoint):
             return False
-        self._forget(checkpoint)
-        self._pool.evict_blocks({block.block_id for block in checkpoint.blocks})
-        self._pool.touch(checkpoint.blocks)
-        self._pool.free_blocks(checkpoint.blocks)
+        self._discard(checkpoint)
         return True
 
     def _reused(self, block: KVCacheBlock) -> None:
         """The pool hands ``block`` out: the rest of its checkpoint is of no use and goes next."""
         checkpoint = self._by_block.get(block.block_id)
-        if checkpoint is None:
-            return
+        if checkpoint is not None:
+            self._discard(checkpoint)
+
+    def _discard(self, checkpoint: Checkpoint) -> None:
+        """Forget it; those of its blocks that are in the free queue lose their hashes and move to its front."""
         self._forget(checkpoint)
-        rest = [b for b in checkpoint.blocks if b.ref_cnt == 0 and b.prev_free_block is not None]
-        self._pool.evict_blocks({b.block_id for b in rest})
-        self._pool.touch(rest)
-        self._pool.free_blocks(rest)
+        blocks = self._in_free_queue(checkpoint)
+        self._pool.evict_blocks({block.block_id for block in blocks})
+        self._requeue(blocks)
+
+    def _requeue(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Out of the free queue and in again: at its end with a hash, at its front without."""
+        self._pool.touch(blocks)
+        self._pool.free_blocks(blocks)
 
     def _forget(self, checkpoint: Checkpoint) -> None:
         self._extras.pop(checkpoint, None)

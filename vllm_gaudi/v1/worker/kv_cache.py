@@ -9,11 +9,10 @@ Ordering rule: the reserved rows are zeroed by writing after the last run on pad
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_gaudi.v1.core.sched.block_size import attention_block_size, gdn_chunk_size, is_gdn_group
@@ -96,15 +95,6 @@ class CacheGeometry:
             gdn_layers=tuple(tuple(groups[g].layer_names) for g in gdn),
             page_bytes=spec.page_size_bytes,
         )
-
-
-def state_bytes_per_row(gdn_specs: Sequence[Any]) -> int:
-    """Bytes of one request's live state over the GDN layers with these ``MambaSpec``s (unpadded)."""
-    return sum(
-        int(np.prod(shape)) * dtype.itemsize
-        for spec in gdn_specs
-        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-    )
 
 
 class KVCaches:

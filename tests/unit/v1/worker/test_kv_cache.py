@@ -14,7 +14,6 @@ from vllm_gaudi.v1.worker.kv_cache import (
     CacheGeometry,
     KVCaches,
     kernel_block_size,
-    state_bytes_per_row,
 )
 
 NUM_SLOTS = 3
@@ -112,12 +111,6 @@ class TestGeometry:
         assert block_size % kernel_block == 0 == MAX_KERNEL_BLOCK % kernel_block
 
 
-def test_state_bytes_per_row_are_those_of_all_layers_without_padding():
-    specs = [gdn_group("g0").kv_cache_spec, gdn_group("g1", dtypes=(torch.float32, torch.float32)).kv_cache_spec]
-    assert state_bytes_per_row(specs) == (30 * 2 + 40 * 4) + (30 * 4 + 40 * 4)
-    assert state_bytes_per_row([]) == 0
-
-
 class TestTensors:
     def test_shapes_and_dtypes(self):
         caches, _ = build()
@@ -129,7 +122,7 @@ class TestTensors:
         assert (len(caches.k), len(caches.v)) == (2, 2)
         assert (caches.zero_row, caches.trash_row) == (NUM_SLOTS, NUM_SLOTS + 1)
         assert caches.first_staging_row == NUM_SLOTS + 2
-        assert caches.state_bytes == state_bytes_per_row([gdn_group("g").kv_cache_spec] * 5) * rows
+        assert caches.state_bytes == 5 * (30 * 2 + 40 * 4) * rows
 
     def test_every_tensor_is_an_allocation_of_its_own(self):
         """Slices of one buffer are bound to the wrong place on a Gaudi."""
