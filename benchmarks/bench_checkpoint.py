@@ -66,8 +66,7 @@ def build(model: Model, layers: int, slots: int) -> GDNCheckpointStore:
     """A store over ``layers`` GDN layers in three groups, with as many blocks as ``slots`` checkpoints need."""
     per_group = layers // GROUPS
     num_blocks = GROUPS * slots + 1
-    kernel_blocks = num_blocks * model.block_size // KERNEL_BLOCK + 1
-    page = (kernel_blocks, KERNEL_BLOCK, model.kv_heads, model.head)
+    page = (num_blocks * model.block_size + KERNEL_BLOCK, model.kv_heads, model.head)
     k = [torch.zeros(page, dtype=torch.bfloat16) for _ in range(per_group)]
     v = [torch.zeros(page, dtype=torch.bfloat16) for _ in range(per_group)]
     conv = [torch.randn(slots + 2, 3, model.conv_dim).to(torch.bfloat16) for _ in range(layers)]

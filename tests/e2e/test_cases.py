@@ -425,7 +425,7 @@ def test_nan_in_every_free_block_and_slot_is_never_seen(bench: Bench, prompt: Ca
     references = [bench.cold(text) for text in texts]
     bench.settle()
     caches = bench.engine.runner.caches
-    blocks = slice(caches.geometry.kernel_blocks_per_block, caches.geometry.spare_block)
+    blocks = slice(caches.geometry.block_size, caches.geometry.num_tokens)
     with torch.inference_mode():
         for page in (*caches.k, *caches.v):
             page[blocks].fill_(float("nan"))

@@ -129,13 +129,13 @@ class World:
     def poison_what_is_free(self) -> None:
         caches, runner = self.engine.runner.caches, self.engine.runner
         pool = self.engine.scheduler.kv_cache_manager.block_pool
-        per_block = caches.geometry.kernel_blocks_per_block
+        size = caches.geometry.block_size
         free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks() if block.block_hash is None]
         blocks = torch.tensor([0, *free])
-        kernel_blocks = (blocks[:, None] * per_block + torch.arange(per_block)).reshape(-1)
+        tokens = (blocks[:, None] * size + torch.arange(size)).reshape(-1)
         held = {s.slot for s in runner.requests._requests.values()}
         slots = torch.tensor([row for row in range(MAX_SEQS) if row not in held] + [caches.trash_row])
-        for tensors, rows in ((caches.k + caches.v, kernel_blocks), (caches.conv + caches.ssm, slots)):
+        for tensors, rows in ((caches.k + caches.v, tokens), (caches.conv + caches.ssm, slots)):
             for tensor in tensors:
                 tensor.index_fill_(0, rows, float("nan"))
 

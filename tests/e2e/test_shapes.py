@@ -246,12 +246,12 @@ def test_warm_up_writes_to_no_block_and_no_slot(name, block, checkpoint):
     with engine(checkpoint(name), **{**SMALL, "block_size": block}) as opened:
         caches = opened.runner.caches
         geometry = caches.geometry
-        per_block = geometry.kernel_blocks_per_block
+        null, spare = slice(geometry.block_size), slice(geometry.num_tokens, None)
         assert len(opened.runner.graphs.warm_shapes) > 5
         for page in (*caches.k, *caches.v):
-            assert page.shape[0] == geometry.num_blocks * per_block + 1 == geometry.spare_block + 1
-            assert torch.isnan(page[per_block : geometry.spare_block]).all()
-            assert not page[geometry.spare_block].any() and not page[:per_block].any()
+            assert page.shape[0] == (geometry.spare_block + 1) * geometry.kernel_block
+            assert torch.isnan(page[null.stop : spare.start]).all()
+            assert not page[spare].any() and not page[null].any()
         for state in (*caches.conv, *caches.ssm):
             assert state.shape[0] == SMALL["max_num_seqs"] + 2 + opened.runner.grid.num_staging
             assert torch.isnan(state[: SMALL["max_num_seqs"]]).all()
@@ -262,8 +262,8 @@ def test_warm_up_writes_to_no_block_and_no_slot(name, block, checkpoint):
             assert not state[caches.zero_row].any(), "ZERO was written"
             assert torch.isfinite(state[caches.trash_row]).all()
         for page in (*caches.k, *caches.v):
-            assert torch.isfinite(page[geometry.spare_block]).all()
-            assert not page[:per_block].any(), "the null block was written"
+            assert torch.isfinite(page[spare]).all()
+            assert not page[null].any(), "the null block was written"
 
 
 @pytest.mark.parametrize("name", ["q35_dense", "llama"])

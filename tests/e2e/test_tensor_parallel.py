@@ -131,8 +131,8 @@ def test_two_ranks_answer_as_one(name, flags, checkpoint, monkeypatch):
         found = two.ask(facts)
     assert len({pid, *(rank[0] for rank in found)}) == 3, "the ranks are not processes of their own"
     assert found[0][1:] == found[1][1:]
-    heads = page[2] // 2
-    assert found[0][2] == block_size and found[0][3][2] == heads
+    heads = page[1] // 2
+    assert found[0][2] == block_size and found[0][3][1] == heads
     if "kv_cache_memory_bytes" in flags:
         assert found[0][1] in (2 * blocks, 2 * blocks + 1), "half the heads, twice the blocks"
     else:

@@ -103,7 +103,7 @@ class HPUAttentionImpl(AttentionImpl):
     ) -> torch.Tensor:
         """Attend ``query`` [T, heads, head]; ``key``/``value`` [T, kv heads, head] go into ``kv_cache`` first.
 
-        Mutates ``kv_cache`` (K and V, each [blocks + 1, kernel block, kv heads, head]) and ``output`` [T, heads, head].
+        Mutates ``kv_cache`` (K and V, each [tokens, kv heads, head]) and ``output`` [T, heads, head].
         """
         meta = attn_metadata
         rows = meta.num_rows
@@ -117,6 +117,7 @@ class HPUAttentionImpl(AttentionImpl):
                 meta.prefill.block_table,
                 meta.prefill.query_start,
                 self.scale,
+                kernel_block=meta.kernel_block,
             ).reshape(rows, self.num_heads, self.head_size)
         else:
             assert meta.decode is not None
@@ -129,6 +130,7 @@ class HPUAttentionImpl(AttentionImpl):
                 meta.decode.block_lens,
                 meta.decode.row_first,
                 self.scale,
+                kernel_block=meta.kernel_block,
             )
         output[:rows] = attended
         if output.shape[0] > rows:

@@ -47,6 +47,7 @@ class HPUAttentionMetadata:
 
     batch: int
     query: int
+    kernel_block: int  # tokens
     row_tile: int  # rows of every matrix product; 0: as many as there are
     slot_mapping: torch.Tensor  # [batch * query] int64: kernel block * kernel block size + offset of each row's K/V
     state_read: torch.Tensor  # [batch] int64: GDN state row that is read (ZERO for pads)

@@ -2,8 +2,10 @@
 """Attention over the paged K/V cache in plain torch: insert, prefill, decode.
 
 Owns: the float32 online softmax (Milakov & Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691) over
-pieces of fixed size in a fixed order. A cache is [num_kernel_blocks + 1, kernel_block, Hkv, D]; its LAST kernel block
-is the spare one: pad tokens write there and pad table entries point there, so every index is a real row.
+pieces of fixed size in a fixed order. A cache is [(num_kernel_blocks + 1) * kernel_block, Hkv, D], one row per token.
+Its LAST kernel block is the spare one: pad tokens write there and pad table entries point there, so every index is a
+real row. Rows stand flat because they are written as rows: Gaudi's compiler keeps a write in place only when what is
+written is the tensor itself and not a view of it. Kernel blocks are read through views, which is free.
 Never: zeroes a page. Prefill needs finite numbers in every row a block table reaches, spare block included, because a
 masked key still multiplies (0 x NaN): new blocks are zeroed before the step. Decode knows each block's length and
 selects what lies behind it away.
@@ -32,16 +34,16 @@ def insert_kv(
 ) -> None:
     """Write T tokens into the cache, in place.
 
-    k_cache, v_cache  [num_kernel_blocks + 1, kernel_block, Hkv, D] contiguous: MUTATED at the given slots only
+    k_cache, v_cache  [(num_kernel_blocks + 1) * kernel_block, Hkv, D]: MUTATED at the given slots only
     key, value        [T, Hkv, D], cast to the cache dtype
     slot_mapping      [T] int32 or int64, tokens: kernel block * kernel_block + offset; pads lie in the spare block,
                       live slots are distinct
 
-    Raises RuntimeError (torch) for a slot outside the cache or a cache that is not contiguous.
+    Raises RuntimeError (torch) for a slot outside the cache.
     """
     index = slot_mapping.long()  # CPU index_copy_ takes no int32 index
     for cache, new in ((k_cache, key), (v_cache, value)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, index, new.to(cache.dtype))
+        cache.index_copy_(0, index, new.to(cache.dtype))
 
 
 def paged_prefill_attention(
@@ -52,6 +54,7 @@ def paged_prefill_attention(
     query_start: torch.Tensor,
     scale: float,
     *,
+    kernel_block: int,
     tile_tokens: int = 128,
 ) -> torch.Tensor:
     """Causal attention of a chunk of queries over context and chunk, both read from the cache.
@@ -61,13 +64,14 @@ def paged_prefill_attention(
     block_table  [N, M] int32  kernel block ids by position, pads = the spare block
     query_start  [N] int32     position (tokens) of q[:, 0], >= 0; query i sees key position j iff j <= query_start + i
     scale        factor on the scores
+    kernel_block tokens of a kernel block
     tile_tokens  context tokens per online-softmax step; equal in all calls that must agree bitwise
 
     Returns [N, Q, H, D] in q.dtype; rows of pad queries are finite garbage. Nothing is mutated. A query's bits depend
     neither on N, Q and M, nor on how the sequence was cut.
     """
     batch, num_queries, heads, dim = q.shape
-    kernel_block, kv_heads = k_cache.shape[1:3]
+    kv_heads = k_cache.shape[1]
     rows_per_gemm = heads // kv_heads * QUERY_TILE
     num_tiles = -(-num_queries // QUERY_TILE)
     table_tokens = block_table.shape[1] * kernel_block
@@ -108,6 +112,8 @@ def paged_decode_attention(
     block_lens: torch.Tensor,
     row_first: torch.Tensor,
     scale: float,
+    *,
+    kernel_block: int,
 ) -> torch.Tensor:
     """One query per row over a flat list of kernel blocks; the token itself is already in the cache.
 
@@ -118,6 +124,7 @@ def paged_decode_attention(
     block_lens  [F] int32  valid tokens of each entry, 0..kernel_block
     row_first   [R] int32  index of each row's first entry, in 0..F-1
     scale       factor on the scores
+    kernel_block  tokens of a kernel block
 
     Pads: block_list = the spare block, block_lens = 0, block_rows = any row in range (R - 1 by convention), behind all
     live entries. An empty entry changes nothing, by selection, whichever row it names. A row without blocks may name
@@ -128,10 +135,10 @@ def paged_decode_attention(
     inside the row alone, and a row's bits depend neither on the other rows nor on R and F.
     """
     rows, heads, dim = q.shape
-    kv_heads = k_cache.shape[2]
+    kv_heads = k_cache.shape[1]
     num_entries = block_list.shape[0]
     query = (q.float() * scale).index_select(0, block_rows).view(num_entries, kv_heads, -1, dim)
-    unused = torch.arange(k_cache.shape[1], dtype=block_lens.dtype, device=q.device) >= block_lens[:, None]
+    unused = torch.arange(kernel_block, dtype=block_lens.dtype, device=q.device) >= block_lens[:, None]
 
     pieces = []
     for start in range(0, num_entries, ENTRIES_AT_ONCE):
@@ -195,11 +202,12 @@ def _slots(block_table: torch.Tensor, position: torch.Tensor, kernel_block: int)
 
 def _gather_slots(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Cache rows at slots [N, L] as float32 [N * Hkv, L, D]."""
-    rows = cache.view(-1, *cache.shape[2:]).index_select(0, slots.flatten()).unflatten(0, slots.shape)
+    rows = cache.index_select(0, slots.flatten()).unflatten(0, slots.shape)
     return rows.transpose(1, 2).to(torch.float32).flatten(0, 1).contiguous()
 
 
 def _gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
     """Whole kernel blocks as float32 [F * Hkv, kernel_block, D]; unused tokens [F, kernel_block] read as zeros."""
-    picked = cache.index_select(0, blocks).transpose(1, 2).to(torch.float32)
+    paged = cache.unflatten(0, (-1, unused.shape[1]))
+    picked = paged.index_select(0, blocks).transpose(1, 2).to(torch.float32)
     return picked.masked_fill(unused[:, None, :, None], 0.0).flatten(0, 1).contiguous()

@@ -24,8 +24,8 @@ def insert_kv(
     slot_mapping: torch.Tensor,
 ) -> None:
     """The contract of `paged_attention.insert_kv`."""
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, key.to(k_cache.dtype))
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, value.to(v_cache.dtype))
+    k_cache.index_copy_(0, slot_mapping, key.to(k_cache.dtype))
+    v_cache.index_copy_(0, slot_mapping, value.to(v_cache.dtype))
 
 
 def paged_prefill_attention(
@@ -36,6 +36,7 @@ def paged_prefill_attention(
     query_start: torch.Tensor,
     scale: float,
     *,
+    kernel_block: int,
     tile_tokens: int = 128,
 ) -> torch.Tensor:
     """The contract of `paged_attention.paged_prefill_attention`, except its bitwise promise; tile_tokens is unused."""
@@ -43,7 +44,7 @@ def paged_prefill_attention(
 
     sdpa = kernels().FusedSDPA
     batch, num_queries, heads, _ = q.shape
-    key, value = (gather_context(cache, block_table, heads) for cache in (k_cache, v_cache))
+    key, value = (gather_context(cache, block_table, heads, kernel_block) for cache in (k_cache, v_cache))
     rows = max(1, QUERY_BIAS_BYTES // (batch * key.shape[2] * q.element_size()))
     parts = []
     for start in range(0, num_queries, rows):
@@ -63,6 +64,8 @@ def paged_decode_attention(
     block_lens: torch.Tensor,
     row_first: torch.Tensor,
     scale: float,
+    *,
+    kernel_block: int,
 ) -> torch.Tensor:
     """The contract of `paged_attention.paged_decode_attention`, except its bitwise promise; row_first is unused.
 
@@ -70,12 +73,16 @@ def paged_decode_attention(
     Empty entries enter that product as selected zeros.
     """
     rows, heads, dim = q.shape
-    kernel_block, kv_heads = k_cache.shape[1:3]
+    kv_heads = k_cache.shape[1]
     entries = block_list.shape[0]
     token = torch.arange(kernel_block, dtype=torch.int32, device=q.device)
     unused = (token >= block_lens[:, None])[:, None, :, None]  # [F, 1, kernel_block, 1]
     key, value = (
-        cache.index_select(0, block_list).transpose(1, 2).float().masked_fill(unused, 0.0)
+        cache.unflatten(0, (-1, kernel_block))
+        .index_select(0, block_list)
+        .transpose(1, 2)
+        .float()
+        .masked_fill(unused, 0.0)
         for cache in (k_cache, v_cache)
     )  # [F, Hkv, kernel_block, D]
     query = (q.float() * scale).index_select(0, block_rows).view(entries, kv_heads, -1, dim)
@@ -99,10 +106,11 @@ def paged_decode_attention(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def gather_context(cache: torch.Tensor, block_table: torch.Tensor, heads: int) -> torch.Tensor:
+def gather_context(cache: torch.Tensor, block_table: torch.Tensor, heads: int, kernel_block: int) -> torch.Tensor:
     """All rows the tables reach, [N, H, M * kernel_block, D] in the cache dtype, kv heads repeated per query head."""
-    rows = cache.index_select(0, block_table.flatten()).view(block_table.shape[0], -1, *cache.shape[2:])
-    return rows.transpose(1, 2).repeat_interleave(heads // cache.shape[2], dim=1)
+    paged = cache.unflatten(0, (-1, kernel_block))
+    rows = paged.index_select(0, block_table.flatten()).view(block_table.shape[0], -1, *cache.shape[1:])
+    return rows.transpose(1, 2).repeat_interleave(heads // cache.shape[1], dim=1)
 
 
 def visibility_bias(query_start: torch.Tensor, queries: int, context: int, dtype: torch.dtype) -> torch.Tensor:

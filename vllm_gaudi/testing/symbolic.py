@@ -72,9 +72,7 @@ class SymbolicGraphs(GraphRunner):
             [self._pattern_offsets(layer, kind, words.shape[1]) for kind, words in enumerate(pair)]
             for layer, pair in enumerate(self._layers)
         ]
-        self._token_rows = [
-            t.view(-1, t.shape[2] * t.shape[3]).view(torch.int32).numpy() for t in (*self._caches.k, *self._caches.v)
-        ]
+        self._token_rows = [t.flatten(1).view(torch.int32).numpy() for t in (*self._caches.k, *self._caches.v)]
         self._kernel_block = self._caches.geometry.kernel_block
         self.num_checked = 0
 

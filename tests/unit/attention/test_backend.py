@@ -36,6 +36,7 @@ def prefill(batch, query, table, starts, lengths, places):
     return HPUAttentionMetadata(
         batch=batch,
         query=query,
+        kernel_block=KERNEL,
         row_tile=0,
         slot_mapping=longs(*places),
         state_read=longs(*range(batch)),
@@ -48,6 +49,7 @@ def decode(batch, places, block_list, block_rows, block_lens, row_first):
     return HPUAttentionMetadata(
         batch=batch,
         query=1,
+        kernel_block=KERNEL,
         row_tile=0,
         slot_mapping=longs(*places),
         state_read=longs(*range(batch)),
@@ -57,7 +59,7 @@ def decode(batch, places, block_list, block_rows, block_lens, row_first):
 
 
 def pages():
-    shape = (SPARE + 1, KERNEL, KV_HEADS, HEAD)
+    shape = ((SPARE + 1) * KERNEL, KV_HEADS, HEAD)
     return torch.zeros(shape), torch.zeros(shape)
 
 
@@ -93,8 +95,8 @@ class TestForward:
         query, key, value, output = run(meta, 5, cache)
         for row in range(5):
             torch.testing.assert_close(output[row], plain_attention(query[row], key[: row + 1], value[: row + 1]))
-        assert torch.equal(cache[0].view(-1, KV_HEADS, HEAD)[[12, 13, 14, 15, 4]], key)
-        assert torch.equal(cache[1].view(-1, KV_HEADS, HEAD)[[12, 13, 14, 15, 4]], value)
+        assert torch.equal(cache[0][[12, 13, 14, 15, 4]], key)
+        assert torch.equal(cache[1][[12, 13, 14, 15, 4]], value)
 
     def test_a_row_reads_a_block_that_another_sequence_of_the_forward_fills(self, run):
         """Two requests share a prefix whose block is being computed by the first of them."""
@@ -105,11 +107,12 @@ class TestForward:
 
     def test_decodes_read_what_they_insert(self, run):
         cache = pages()
-        cache[0][1], cache[1][1] = torch.randn(2, KERNEL, KV_HEADS, HEAD)
+        for part in cache:
+            part[KERNEL : 2 * KERNEL] = torch.randn(KERNEL, KV_HEADS, HEAD)
         meta = decode(2, [8, 13], [1, 2, 3, SPARE], [0, 0, 1, 1], [4, 1, 2, 0], [0, 2])
         query, key, value, output = run(meta, 2, cache)
         for row, (blocks, seen) in enumerate((([1, 2], 5), ([3], 2))):
-            keys, values = (part[blocks].reshape(-1, KV_HEADS, HEAD)[:seen] for part in cache)
+            keys, values = (part.view(-1, KERNEL, KV_HEADS, HEAD)[blocks].flatten(0, 1)[:seen] for part in cache)
             torch.testing.assert_close(output[row], plain_attention(query[row], keys, values))
 
     @pytest.mark.parametrize("pads", [0, 1, 14])
@@ -120,13 +123,14 @@ class TestForward:
         *_, output = run(meta, 2 + pads, cache)
         assert output[:2].isfinite().all() and output[:2].any()
         assert torch.equal(output[2:], torch.zeros(pads, HEADS, HEAD))
-        written = cache[0].flatten(1).any(1).nonzero().flatten().tolist()
+        written = cache[0].view(SPARE + 1, -1).any(1).nonzero().flatten().tolist()
         assert written == [1, 2], "rows behind the batch have no place in the cache"
 
     def test_keys_and_values_of_all_rows_are_in_the_cache_before_any_row_attends(self, backend):
         impl, log = backend.HPUAttentionImpl(HEADS, HEAD, 0.5, KV_HEADS), []
 
-        def attend(query, *_):
+        def attend(query, *_, kernel_block):
+            assert kernel_block == KERNEL
             log.append("attend")
             return query
 

@@ -82,6 +82,7 @@ def metadata(slots, query, lengths=None, batch=None):
     return HPUAttentionMetadata(
         batch=batch,
         query=query,
+        kernel_block=16,
         row_tile=0,
         slot_mapping=none,
         state_read=torch.tensor([*slots, *[ZERO] * pads]),

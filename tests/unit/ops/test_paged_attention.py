@@ -18,7 +18,7 @@ class Pages:
     """A cache whose sequences lie in scattered blocks. Everything outside them holds `rest`."""
 
     def __init__(self, kernel_block, kv_heads, dim, lengths, dtype=torch.float32, rest=0.0):
-        shape = (SPARE + 1, kernel_block, kv_heads, dim)
+        shape = ((SPARE + 1) * kernel_block, kv_heads, dim)
         self.k_cache, self.v_cache = (torch.full(shape, rest, dtype=dtype) for _ in range(2))
         free = iter(torch.randperm(SPARE).tolist())
         self.kernel_block, self.lengths = kernel_block, lengths
@@ -31,6 +31,9 @@ class Pages:
         size = self.kernel_block
         slots = torch.tensor([self.blocks[n][t // size] * size + t % size for t in range(length)], dtype=torch.int32)
         resolve("insert_kv", "reference")(self.k_cache, self.v_cache, self.key[n], self.value[n], slots)
+
+    def tokens_of(self, block):
+        return slice(block * self.kernel_block, (block + 1) * self.kernel_block)
 
     def table(self, members, width):
         return torch.tensor([(self.blocks[n] + [SPARE] * width)[:width] for n in members], dtype=torch.int32)
@@ -65,12 +68,11 @@ geometries_and_threads = pytest.mark.parametrize(
     ("variant", "index_dtype"), [("reference", torch.int32), ("reference", torch.int64), ("hpu", torch.int64)]
 )
 def test_insert_writes_its_slots_and_nothing_else(variant, index_dtype):
-    k_cache, v_cache = torch.full((5, 4, 2, 3), NAN), torch.full((5, 4, 2, 3), NAN)
+    k_cache, v_cache = torch.full((20, 2, 3), NAN), torch.full((20, 2, 3), NAN)
     key, value = torch.randn(4, 2, 3), torch.randn(4, 2, 3)
     slots = torch.tensor([6, 0, 15, 16], dtype=index_dtype)  # the last one is a pad: block 4 is the spare one
     resolve("insert_kv", variant)(k_cache, v_cache, key, value, slots)
-    for cache, new in ((k_cache, key), (v_cache, value)):
-        rows = cache.view(20, 2, 3)
+    for rows, new in ((k_cache, key), (v_cache, value)):
         assert torch.equal(rows[slots.long()], new)
         untouched = torch.ones(20, dtype=torch.bool)
         untouched[slots.long()] = False
@@ -85,7 +87,14 @@ def test_prefill_is_one_causal_softmax(kernel_block, kv_heads, heads, dim, tile,
     q = torch.randn(4, queries, heads, dim).to(dtype)
     table = pages.table(range(4), -(-136 // kernel_block))
     out = prefill_attention(
-        q, pages.k_cache, pages.v_cache, table, torch.tensor(starts, dtype=torch.int32), SCALE, tile_tokens=tile
+        q,
+        pages.k_cache,
+        pages.v_cache,
+        table,
+        torch.tensor(starts, dtype=torch.int32),
+        SCALE,
+        kernel_block=kernel_block,
+        tile_tokens=tile,
     )
     assert out.dtype == dtype
     assert bool(out.isfinite().all())
@@ -113,6 +122,7 @@ def test_prefill_bits_do_not_depend_on_cuts_buckets_or_batch(threads, kernel_blo
             pages.table(members, width),
             torch.full((len(members),), start, dtype=torch.int32),
             SCALE,
+            kernel_block=kernel_block,
             tile_tokens=tile,
         )[:, : stop - start]
 
@@ -135,19 +145,23 @@ def test_prefill_bits_do_not_depend_on_cuts_buckets_or_batch(threads, kernel_blo
 def test_prefill_reads_no_block_outside_its_table():
     pages = Pages(16, 1, 8, [40], rest=NAN)
     for cache in (pages.k_cache, pages.v_cache):
-        cache[SPARE] = 0.0  # the contract: finite wherever the table points
-        cache[pages.blocks[0][-1], 8:] = 0.0
+        cache[pages.tokens_of(SPARE)] = 0.0  # the contract: finite wherever the table points
+        cache[pages.tokens_of(pages.blocks[0][-1])][8:] = 0.0
     q = torch.randn(1, 40, 2, 8)
-    out = prefill_attention(q, pages.k_cache, pages.v_cache, pages.table([0], 5), lengths_of(0), SCALE)
+    out = prefill_attention(
+        q, pages.k_cache, pages.v_cache, pages.table([0], 5), lengths_of(0), SCALE, kernel_block=pages.kernel_block
+    )
     assert bool(out.isfinite().all())
 
 
 def test_prefill_lets_nan_in_a_reachable_row_through():
     """The fault the zeroing of new blocks exists for must be visible, not papered over."""
     pages = Pages(16, 1, 8, [40])
-    pages.v_cache[pages.blocks[0][-1], 8:] = NAN
+    pages.v_cache[pages.tokens_of(pages.blocks[0][-1])][8:] = NAN
     q = torch.randn(1, 40, 2, 8)
-    out = prefill_attention(q, pages.k_cache, pages.v_cache, pages.table([0], 5), lengths_of(0), SCALE)
+    out = prefill_attention(
+        q, pages.k_cache, pages.v_cache, pages.table([0], 5), lengths_of(0), SCALE, kernel_block=pages.kernel_block
+    )
     assert not bool(out.isfinite().all())
 
 
@@ -159,7 +173,7 @@ def test_decode_is_one_softmax(variant, kernel_block, kv_heads, heads, dim, tile
     pages = Pages(kernel_block, kv_heads, dim, lengths, dtype, rest=NAN)  # behind a length, and in the spare block
     q = torch.randn(5, heads, dim).to(dtype)
     out = resolve("paged_decode_attention", variant)(
-        q, pages.k_cache, pages.v_cache, *pages.flat(range(5), pads=3), SCALE
+        q, pages.k_cache, pages.v_cache, *pages.flat(range(5), pads=3), SCALE, kernel_block=kernel_block
     )
     assert out.dtype == dtype
     for n, length in enumerate(lengths):
@@ -175,8 +189,17 @@ def test_decode_rows_without_blocks_are_zero_and_pads_disturb_nobody(variant, pa
     pages = Pages(16, 2, 8, [40, 5, 16])
     decode = resolve("paged_decode_attention", variant)
     q = torch.randn(4, 4, 8)
-    out = decode(q, pages.k_cache, pages.v_cache, *pages.flat([0, None, 1, 2], pads, pad_row), SCALE)
-    want = decode(q[[0, 2, 3]], pages.k_cache, pages.v_cache, *pages.flat([0, 1, 2]), SCALE)
+    out = decode(
+        q,
+        pages.k_cache,
+        pages.v_cache,
+        *pages.flat([0, None, 1, 2], pads, pad_row),
+        SCALE,
+        kernel_block=pages.kernel_block,
+    )
+    want = decode(
+        q[[0, 2, 3]], pages.k_cache, pages.v_cache, *pages.flat([0, 1, 2]), SCALE, kernel_block=pages.kernel_block
+    )
     assert torch.equal(out[1], torch.zeros(4, 8))
     if variant == "reference":
         assert torch.equal(out[[0, 2, 3]], want)
@@ -191,10 +214,10 @@ def test_decode_skips_empty_entries_inside_a_row(variant):
     spare, empty = torch.tensor([SPARE], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     q = torch.randn(1, 2, 8)
     decode = resolve("paged_decode_attention", variant)
-    want = decode(q, pages.k_cache, pages.v_cache, blocks, rows, lens, first, SCALE)
+    want = decode(q, pages.k_cache, pages.v_cache, blocks, rows, lens, first, SCALE, kernel_block=pages.kernel_block)
     for at in (0, 1, 3):
         gap = [torch.cat((x[:at], y, x[at:])) for x, y in ((blocks, spare), (rows, empty), (lens, empty))]
-        out = decode(q, pages.k_cache, pages.v_cache, *gap, first, SCALE)
+        out = decode(q, pages.k_cache, pages.v_cache, *gap, first, SCALE, kernel_block=pages.kernel_block)
         torch.testing.assert_close(out, want)
 
 
@@ -202,7 +225,7 @@ def test_decode_with_nothing_but_pads_is_zero():
     pages = Pages(16, 1, 8, [], rest=NAN)
     for variant in VARIANTS:
         out = resolve("paged_decode_attention", variant)(
-            torch.randn(2, 1, 8), pages.k_cache, pages.v_cache, *pages.flat([None, None], 3), SCALE
+            torch.randn(2, 1, 8), pages.k_cache, pages.v_cache, *pages.flat([None, None], 3), SCALE, kernel_block=16
         )
         assert torch.equal(out, torch.zeros(2, 1, 8))
 
@@ -212,11 +235,18 @@ def test_decode_bits_do_not_depend_on_the_other_rows(threads, kernel_block, kv_h
     lengths = [131, 16, 75, 1, 140, 47]
     pages = Pages(kernel_block, kv_heads, dim, lengths)
     q = torch.randn(6, heads, dim)
-    alone = [decode_attention(q[n : n + 1], pages.k_cache, pages.v_cache, *pages.flat([n]), SCALE)[0] for n in range(6)]
+    alone = [
+        decode_attention(
+            q[n : n + 1], pages.k_cache, pages.v_cache, *pages.flat([n]), SCALE, kernel_block=kernel_block
+        )[0]
+        for n in range(6)
+    ]
     for members in (range(6), [5, 4, 3, 2, 1, 0], [0, 2], [3, 0, 1]):
         for pads in (0, 1, 29):
             flat = pages.flat(members, pads)
-            out = decode_attention(q[list(members)], pages.k_cache, pages.v_cache, *flat, SCALE)
+            out = decode_attention(
+                q[list(members)], pages.k_cache, pages.v_cache, *flat, SCALE, kernel_block=pages.kernel_block
+            )
             for row, n in enumerate(members):
                 assert torch.equal(out[row], alone[n])
 
@@ -226,7 +256,9 @@ def test_decode_survives_large_scores(variant):
     pages = Pages(16, 1, 8, [40])
     pages.k_cache *= 300
     q = torch.randn(1, 2, 8) * 30
-    out = resolve("paged_decode_attention", variant)(q, pages.k_cache, pages.v_cache, *pages.flat([0], 1), 1.0)
+    out = resolve("paged_decode_attention", variant)(
+        q, pages.k_cache, pages.v_cache, *pages.flat([0], 1), 1.0, kernel_block=16
+    )
     want = attention(q, pages.key[0] * 300, pages.value[0], torch.ones(1, 40, dtype=torch.bool), 1.0)
     assert error(out, want) < 1e-5
 
@@ -235,17 +267,35 @@ def test_inputs_are_not_written():
     pages = Pages(16, 2, 8, [40, 5])
     q = torch.randn(2, 40, 4, 8)
     before = [x.clone() for x in (q, pages.k_cache, pages.v_cache)]
-    prefill_attention(q, pages.k_cache, pages.v_cache, pages.table([0, 1], 3), lengths_of(0, 0), SCALE)
-    decode_attention(q[:, 0], pages.k_cache, pages.v_cache, *pages.flat([0, 1]), SCALE)
+    prefill_attention(
+        q,
+        pages.k_cache,
+        pages.v_cache,
+        pages.table([0, 1], 3),
+        lengths_of(0, 0),
+        SCALE,
+        kernel_block=pages.kernel_block,
+    )
+    decode_attention(q[:, 0], pages.k_cache, pages.v_cache, *pages.flat([0, 1]), SCALE, kernel_block=pages.kernel_block)
     assert all(torch.equal(x, y) for x, y in zip((q, pages.k_cache, pages.v_cache), before, strict=True))
 
 
 def test_no_unwritten_scratch_is_read(poisoned_empty):
     pages = Pages(16, 2, 8, [40, 5])
     q = torch.randn(2, 40, 4, 8)
-    out = prefill_attention(q, pages.k_cache, pages.v_cache, pages.table([0, 1], 3), lengths_of(0, 0), SCALE)
+    out = prefill_attention(
+        q,
+        pages.k_cache,
+        pages.v_cache,
+        pages.table([0, 1], 3),
+        lengths_of(0, 0),
+        SCALE,
+        kernel_block=pages.kernel_block,
+    )
     assert bool(out.isfinite().all())
-    out = decode_attention(q[:, 0], pages.k_cache, pages.v_cache, *pages.flat([0, 1], 2), SCALE)
+    out = decode_attention(
+        q[:, 0], pages.k_cache, pages.v_cache, *pages.flat([0, 1], 2), SCALE, kernel_block=pages.kernel_block
+    )
     assert bool(out.isfinite().all())
 
 
@@ -255,8 +305,12 @@ def test_what_the_hpu_prefill_feeds_its_kernel(kernel_block, kv_heads, heads, di
     pages = Pages(kernel_block, kv_heads, dim, [90, 40])
     q, starts = torch.randn(2, 40, heads, dim), lengths_of(50, 0)
     table = pages.table([0, 1], -(-96 // kernel_block))
-    key, value = (paged_attention_hpu.gather_context(c, table, heads) for c in (pages.k_cache, pages.v_cache))
+    key, value = (
+        paged_attention_hpu.gather_context(c, table, heads, kernel_block) for c in (pages.k_cache, pages.v_cache)
+    )
     bias = paged_attention_hpu.visibility_bias(starts, 40, key.shape[2], torch.float32)
     out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), key, value, bias, scale=SCALE)
-    want = prefill_attention(q, pages.k_cache, pages.v_cache, table, starts, SCALE, tile_tokens=tile)
+    want = prefill_attention(
+        q, pages.k_cache, pages.v_cache, table, starts, SCALE, kernel_block=kernel_block, tile_tokens=tile
+    )
     torch.testing.assert_close(out.transpose(1, 2), want)

@@ -161,7 +161,7 @@ class HPUModelRunner:
         caches, geometry = self.caches, self.caches.geometry
         tensors = (caches.k, caches.v, caches.conv, caches.ssm)
         if not self.cached_groups:
-            self.store = StateZeroer(geometry.num_blocks, *tensors)
+            self.store = StateZeroer(geometry.num_blocks, geometry.block_size, *tensors)
             return
         check_groups(kv_cache_config)
         layout = make_layout(

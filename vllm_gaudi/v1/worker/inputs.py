@@ -196,6 +196,7 @@ class InputBuilder:
         attn = HPUAttentionMetadata(
             batch=batch,
             query=query,
+            kernel_block=self._kernel_block,
             row_tile=self._tiles.prefill,
             slot_mapping=self._upload(mapping.reshape(-1), np.int64),
             state_read=self._upload(read, np.int64),
@@ -291,6 +292,7 @@ class InputBuilder:
         attn = HPUAttentionMetadata(
             batch=batch,
             query=1,
+            kernel_block=self._kernel_block,
             row_tile=self._tiles.decode,
             slot_mapping=self._upload(mapping, np.int64),
             state_read=self._upload(read, np.int64),

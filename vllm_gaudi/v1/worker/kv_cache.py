@@ -52,6 +52,11 @@ class CacheGeometry:
         return self.num_blocks * self.kernel_blocks_per_block
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that the pool holds; the rows behind them are the spare kernel block's."""
+        return self.num_blocks * self.block_size
+
+    @property
     def spare_block(self) -> int:
         """Kernel block id of the pad block: the last one, which no block of the pool covers."""
         return self.num_kernel_blocks
@@ -100,8 +105,8 @@ class CacheGeometry:
 class KVCaches:
     """One allocation per tensor: K and V for every position, conv and SSM state for every GDN layer.
 
-    k, v: [P] tensors [num_kernel_blocks + 1, kernel_block, kv_heads, head]; conv: [L] tensors [rows, kernel - 1,
-    conv_dim]; ssm: [L] tensors [rows, v heads, k dim, v dim], where rows = num_slots + NUM_RESERVED_ROWS +
+    k, v: [P] tensors [num_tokens + kernel_block, kv_heads, head], one row per token; conv: [L] tensors [rows,
+    kernel - 1, conv_dim]; ssm: [L] tensors [rows, v heads, k dim, v dim], where rows = num_slots + NUM_RESERVED_ROWS +
     num_staging: the staging rows take the states of boundaries that a forward runs over, until they are saved.
     """
 
@@ -123,7 +128,7 @@ class KVCaches:
         rows = self.first_staging_row + num_staging
         groups = kv_cache_config.kv_cache_groups
         spec = groups[geometry.attention_group].kv_cache_spec
-        page_shape = (geometry.num_kernel_blocks + 1, geometry.kernel_block, spec.num_kv_heads, spec.head_size)
+        page_shape = (geometry.num_tokens + geometry.kernel_block, spec.num_kv_heads, spec.head_size)
         self.k = [torch.zeros(page_shape, dtype=spec.dtype, device=device) for _ in geometry.attention_layers]
         self.v = [torch.zeros(page_shape, dtype=spec.dtype, device=device) for _ in geometry.attention_layers]
         for name, k, v in zip(geometry.attention_layers, self.k, self.v, strict=True):
@@ -161,7 +166,7 @@ class KVCaches:
     def zero_reserved(self) -> None:
         """Write zeros over what pads read and write: null block, spare kernel block, ZERO and TRASH."""
         for tensor in (*self.k, *self.v):
-            tensor[: self.geometry.kernel_blocks_per_block].zero_()
-            tensor[self.geometry.spare_block :].zero_()
+            tensor[: self.geometry.block_size].zero_()
+            tensor[self.geometry.num_tokens :].zero_()
         for tensor in (*self.conv, *self.ssm):
             tensor[self.zero_row :].zero_()

@@ -24,20 +24,25 @@ from vllm_gaudi.v1.worker.gdn_checkpoint.plan import CheckpointPlan, RowCopies
 class StateZeroer:
     """What a step needs where nothing is cached: fresh pages and slots are zeroed, nothing else moves.
 
-    ``k``, ``v``: attention pages by position, [num_kernel_blocks + 1, kernel_block, kv_heads, head]; ``conv``, ``ssm``:
-    live state per GDN layer in group order, [rows, ...]; all are aliased and mutated. ``num_blocks`` of the pool.
+    ``k``, ``v``: attention pages by position, [tokens, kv_heads, head], the pool's blocks of ``block_size`` tokens and
+    the spare kernel block behind them; ``conv``, ``ssm``: live state per GDN layer in group order, [rows, ...]; all are
+    aliased and mutated. ``num_blocks`` of the pool.
     """
 
     def __init__(
         self,
         num_blocks: int,
+        block_size: int,
         k: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
         conv: Sequence[torch.Tensor],
         ssm: Sequence[torch.Tensor],
     ):
         self._device = k[0].device
-        self._pages = {"k": [_pages(t, num_blocks) for t in k], "v": [_pages(t, num_blocks) for t in v]}
+        self._pages = {
+            "k": [_pages(t, num_blocks, block_size) for t in k],
+            "v": [_pages(t, num_blocks, block_size) for t in v],
+        }
         self._states = {"conv": [_rows(t) for t in conv], "ssm": [_rows(t) for t in ssm]}
 
     def before_forward(self, plan: CheckpointPlan) -> None:
@@ -69,7 +74,7 @@ class GDNCheckpointStore(StateZeroer):
         conv: Sequence[torch.Tensor],
         ssm: Sequence[torch.Tensor],
     ):
-        super().__init__(layout.num_blocks, k, v, conv, ssm)
+        super().__init__(layout.num_blocks, layout.block_size, k, v, conv, ssm)
         self.layout = layout
         # Per GDN group: the page side and the state side of every segment of every layer, pairwise.
         self._page_side: list[list[torch.Tensor]] = []
@@ -125,9 +130,9 @@ class GDNCheckpointStore(StateZeroer):
         )
 
 
-def _pages(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+def _pages(cache: torch.Tensor, num_blocks: int, block_size: int) -> torch.Tensor:
     """[num_blocks, page_words] int32 over one K or V tensor, without its spare kernel block."""
-    return cache[:-1].view(num_blocks, -1).view(torch.int32)
+    return cache[: num_blocks * block_size].view(num_blocks, -1).view(torch.int32)
 
 
 def _rows(state: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from vllm_gaudi.v1.worker.gdn_checkpoint.plan import CheckpointPlan, RowCopies
 from vllm_gaudi.v1.worker.gdn_checkpoint.store import GDNCheckpointStore, StateZeroer, padded
 
 NUM_BLOCKS, KERNEL_BLOCK, PER_BLOCK, KV_HEADS, HEAD = 7, 16, 2, 2, 32
+BLOCK = KERNEL_BLOCK * PER_BLOCK
 ROWS = 6
 SIZES = [2, 1]  # GDN layers per group
 NOTHING = np.zeros(0, np.int32)
@@ -38,7 +39,7 @@ def parts(request) -> dict:
         filled = torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32, generator=generator)
         return filled.view(dtype).view(*shape)
 
-    page = (NUM_BLOCKS * PER_BLOCK + 1, KERNEL_BLOCK, KV_HEADS, HEAD)
+    page = (NUM_BLOCKS * BLOCK + KERNEL_BLOCK, KV_HEADS, HEAD)
     tensors = {
         "k": [words(*page, dtype=page_dtype) for _ in range(2)],
         "v": [words(*page, dtype=page_dtype) for _ in range(2)],
@@ -47,9 +48,9 @@ def parts(request) -> dict:
     }
     layout = make_layout(
         state=StateShape((3, 32), page_dtype.itemsize, (3, 16, 16), ssm_dtype.itemsize),
-        block_size=KERNEL_BLOCK * PER_BLOCK,
+        block_size=BLOCK,
         num_blocks=NUM_BLOCKS,
-        page_bytes=2 * KERNEL_BLOCK * PER_BLOCK * KV_HEADS * HEAD * page_dtype.itemsize,
+        page_bytes=2 * BLOCK * KV_HEADS * HEAD * page_dtype.itemsize,
         group_ids=(0, 1),
         group_sizes=SIZES,
         num_positions=2,
@@ -95,12 +96,12 @@ def test_a_save_changes_the_blocks_of_its_groups_alone(parts: dict) -> None:
     parts["store"].save(copies([1], [[2], [3]]))
     after = snapshot(parts)
     assert changed_rows(before, after, "conv") == changed_rows(before, after, "ssm") == [set()] * 3
-    kernel_rows = {block: set(range(block * PER_BLOCK, (block + 1) * PER_BLOCK)) for block in (2, 3)}
+    rows = {block: set(range(block * BLOCK, (block + 1) * BLOCK)) for block in (2, 3)}
     # Group 0 has layers at both positions, group 1 at the first alone; the spare kernel block never changes.
     for name in ("k", "v"):
         first, second = changed_rows(before, after, name)
-        assert first <= kernel_rows[2] | kernel_rows[3] and second <= kernel_rows[2]
-        assert first & kernel_rows[2] and first & kernel_rows[3] and second & kernel_rows[2]
+        assert first <= rows[2] | rows[3] and second <= rows[2]
+        assert first & rows[2] and first & rows[3] and second & rows[2]
 
 
 def test_zeroing_comes_before_restoring_and_touches_nothing_else(parts: dict) -> None:
@@ -119,7 +120,7 @@ def test_zeroing_comes_before_restoring_and_touches_nothing_else(parts: dict) ->
         assert changed_rows(before, after, name) == [{0, 4}] * 3
         assert not any(words[0].any() for words in after[name])
         assert all(torch.equal(words[4], words[1]) for words in after[name])
-    rows = set(range(5 * PER_BLOCK, 6 * PER_BLOCK))
+    rows = set(range(5 * BLOCK, 6 * BLOCK))
     for name in ("k", "v"):
         assert changed_rows(before, after, name) == [rows] * 2
         assert not any(words[list(rows)].any() for words in after[name])
@@ -135,7 +136,7 @@ def test_a_block_that_became_a_checkpoint_in_the_pass_that_zeroes_it_keeps_its_c
 
 
 def test_without_a_cache_slots_and_pages_are_zeroed_and_nothing_is_kept(parts: dict) -> None:
-    plain = StateZeroer(NUM_BLOCKS, parts["k"], parts["v"], parts["conv"], parts["ssm"])
+    plain = StateZeroer(NUM_BLOCKS, BLOCK, parts["k"], parts["v"], parts["conv"], parts["ssm"])
     before = snapshot(parts)
     step = plan(zero_slots=np.array([3], np.int32), save=copies([1], [[2], [3]]))
     plain.before_forward(step)
