@@ -134,5 +134,5 @@ class HPUAttentionImpl(AttentionImpl):
             )
         output[:rows] = attended
         if output.shape[0] > rows:
-            output[rows:] = 0
+            output[rows:].zero_()
         return output

@@ -24,7 +24,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.v1.kv_cache_interface import MambaSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_gaudi import device, envs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS, BucketGrid, DecodeBucket, PrefillBucket
@@ -39,7 +39,7 @@ from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PadRows, RowT
 from vllm_gaudi.v1.worker.kv_cache import CacheGeometry, KVCaches
 from vllm_gaudi.v1.worker.output import StepOutput
 from vllm_gaudi.v1.worker.requests import RequestTable, StepRequests
-from vllm_gaudi.v1.worker.sampling import PromptLogprobs, SamplingState
+from vllm_gaudi.v1.worker.sampling import PromptLogprobs, PromptScores, SamplingState
 from vllm_gaudi.v1.worker.slots import SlotPool
 from vllm_gaudi.v1.worker.warmup import warm_up
 
@@ -59,7 +59,7 @@ class PendingStep:
     step: StepRequests
     logits: torch.Tensor | None  # [n, V] of the sampling requests, None where nobody samples
     logits_req_ids: tuple[str, ...]
-    prompt_logprobs: dict[str, LogprobsTensors | None]
+    prompt_logprobs: dict[str, PromptScores]
 
 
 class HPUModelRunner:
@@ -208,7 +208,7 @@ class HPUModelRunner:
             return EMPTY_MODEL_RUNNER_OUTPUT
         logits: list[torch.Tensor] = []
         req_ids: list[str] = []
-        prompt_logprobs: dict[str, LogprobsTensors | None] = {}
+        prompt_logprobs: dict[str, PromptScores] = {}
         for inputs in self.inputs.build(step, plan.crossed):
             hidden = self.graphs.run(inputs)
             if inputs.staged is not None:
@@ -268,7 +268,7 @@ class HPUModelRunner:
         step: StepRequests,
         inputs: ModelInputs,
         hidden: torch.Tensor,
-        finished: dict[str, LogprobsTensors | None],
+        finished: dict[str, PromptScores],
     ) -> None:
         """Prompt logprobs of the chunk's positions, for the requests that asked for them."""
         for n, i in enumerate(inputs.members):

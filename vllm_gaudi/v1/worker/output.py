@@ -9,10 +9,10 @@ Ordering rule: ``get_output`` may run in another thread than the next step; it r
 
 from __future__ import annotations
 
-from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_gaudi.v1.worker.requests import StepRequests
-from vllm_gaudi.v1.worker.sampling import SampledStep
+from vllm_gaudi.v1.worker.sampling import PromptScores, SampledStep
 
 
 class StepOutput(AsyncModelRunnerOutput):
@@ -22,7 +22,7 @@ class StepOutput(AsyncModelRunnerOutput):
         self,
         step: StepRequests,
         sampled: SampledStep | None,
-        prompt_logprobs: dict[str, LogprobsTensors | None],
+        prompt_logprobs: dict[str, PromptScores],
     ):
         self._sampled = sampled
         self._prompt_logprobs = prompt_logprobs
@@ -37,13 +37,13 @@ class StepOutput(AsyncModelRunnerOutput):
         if self._sampled is not None:
             tokens = self._sampled.token_ids.get().tolist()
             if self._sampled.logprobs is not None:
-                logprobs = self._sampled.logprobs.tolists()
+                logprobs = self._sampled.logprobs.get().tolists()
         tokens += [[] for _ in range(len(self._req_ids) - len(tokens))]
         return ModelRunnerOutput(
             req_ids=self._req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(self._req_ids)},
             sampled_token_ids=tokens,
             logprobs=logprobs,
-            prompt_logprobs_dict=self._prompt_logprobs,
+            prompt_logprobs_dict={req_id: scores.get() for req_id, scores in self._prompt_logprobs.items()},
             pooler_output=[],
         )

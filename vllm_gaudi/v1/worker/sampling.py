@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,6 +32,20 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 
+class HostLogprobs:
+    """Logprobs on their way to the host; ``get`` blocks until they have arrived."""
+
+    def __init__(self, logprobs: LogprobsTensors):
+        """``logprobs``: on the device, one row per request or position."""
+        self._parts = [
+            HostCopy(part) for part in (logprobs.logprob_token_ids, logprobs.logprobs, logprobs.selected_token_ranks)
+        ]
+
+    def get(self) -> LogprobsTensors:
+        """The same on the host. Safe to call again."""
+        return LogprobsTensors(*(part.get() for part in self._parts))
+
+
 @dataclass(frozen=True)
 class SampledStep:
     """What one step sampled; row i belongs to ``req_ids[i]``. The tensors may still be on their way to the host."""
@@ -39,7 +53,7 @@ class SampledStep:
     req_ids: tuple[str, ...]
     admissions: tuple[int, ...]
     token_ids: HostCopy  # [n, 1] int32
-    logprobs: LogprobsTensors | None
+    logprobs: HostLogprobs | None
 
 
 class SamplingState:
@@ -111,7 +125,7 @@ class SamplingState:
             req_ids=req_ids,
             admissions=tuple(self._row_admission[req_id] for req_id in req_ids),
             token_ids=HostCopy(out.sampled_token_ids),
-            logprobs=None if out.logprobs_tensors is None else out.logprobs_tensors.to_cpu_nonblocking(),
+            logprobs=None if out.logprobs_tensors is None else HostLogprobs(out.logprobs_tensors),
         )
         self._in_flight = sampled
         return sampled, out.sampled_token_ids.reshape(-1)
@@ -171,30 +185,49 @@ class SamplingState:
         return self.sampler.gather_logprobs(scores, num_logprobs, targets)
 
 
+class PromptScores:
+    """Prompt logprobs of one request, from chunks that may still be on their way to the host."""
+
+    def __init__(self, request: RequestState, num_logprobs: int):
+        self.request = request
+        self._shape = (request.num_prompt - 1, num_logprobs + 1)
+        self._chunks: list[tuple[int, HostLogprobs]] = []
+
+    def add(self, start: int, chunk: LogprobsTensors) -> None:
+        """Positions ``start`` .. have these logprobs [n, num_logprobs + 1]; what they had before is written over."""
+        self._chunks.append((start, HostLogprobs(chunk)))
+
+    def get(self) -> LogprobsTensors:
+        """All positions, on the host; blocks until the last chunk has arrived."""
+        whole = LogprobsTensors.empty_cpu(*self._shape)
+        for start, chunk in self._chunks:
+            arrived = chunk.get()
+            where = slice(start, start + arrived.logprobs.shape[0])
+            whole.logprob_token_ids[where].copy_(arrived.logprob_token_ids)
+            whole.logprobs[where].copy_(arrived.logprobs)
+            whole.selected_token_ranks[where].copy_(arrived.selected_token_ranks)
+        return whole
+
+
 class PromptLogprobs:
     """Prompt logprobs of requests whose prompt is not finished; a chunk's positions are filled in as it runs."""
 
     def __init__(self) -> None:
-        self._partial: dict[str, tuple[Any, LogprobsTensors]] = {}
+        self._partial: dict[str, PromptScores] = {}
 
     def fill(self, request: RequestState, start: int, chunk: LogprobsTensors, num_logprobs: int) -> None:
         """Positions ``start`` .. of the request's prompt have these logprobs (``[n, num_logprobs + 1]``)."""
         known = self._partial.get(request.req_id)
-        if known is None or known[0] is not request:
-            known = (request, LogprobsTensors.empty_cpu(request.num_prompt - 1, num_logprobs + 1))
-            self._partial[request.req_id] = known
-        where = slice(start, start + chunk.logprobs.shape[0])
-        whole = known[1]
-        whole.logprob_token_ids[where].copy_(chunk.logprob_token_ids)
-        whole.logprobs[where].copy_(chunk.logprobs)
-        whole.selected_token_ranks[where].copy_(chunk.selected_token_ranks)
+        if known is None or known.request is not request:
+            known = self._partial[request.req_id] = PromptScores(request, num_logprobs)
+        known.add(start, chunk)
 
-    def take(self, request: RequestState, num_logprobs: int) -> LogprobsTensors:
+    def take(self, request: RequestState, num_logprobs: int) -> PromptScores:
         """The finished prompt's logprobs (no rows for a prompt of one token)."""
         known = self._partial.pop(request.req_id, None)
-        if known is None or known[0] is not request:
-            return LogprobsTensors.empty_cpu(request.num_prompt - 1, num_logprobs + 1)
-        return known[1]
+        if known is None or known.request is not request:
+            return PromptScores(request, num_logprobs)
+        return known
 
     def forget(self, req_ids: set[str]) -> None:
         for req_id in req_ids:

@@ -61,13 +61,13 @@ def logprobs(rows: int, columns: int, first: float = 0.0):
 class TestStepOutput:
     def test_requests_that_sampled_come_first_in_their_own_order_and_the_rest_give_nothing(self, sampling, step_output):
         sampled = sampling.SampledStep(("c", "a"), (0, 1), HostCopy(torch.tensor([[7], [8]], dtype=torch.int32)), None)
-        scores = {"b": None}
+        scores = {"b": SimpleNamespace(get=lambda: "scores of b")}
         output = step_output(step_of("a", "b", "c", "d"), sampled, scores).get_output()
         assert output.req_ids == ["c", "a", "b", "d"]
         assert output.req_id_to_index == {"c": 0, "a": 1, "b": 2, "d": 3}
         assert output.sampled_token_ids == [[7], [8], [], []]
         assert output.logprobs is None
-        assert output.prompt_logprobs_dict is scores
+        assert output.prompt_logprobs_dict == {"b": "scores of b"}
         assert output.pooler_output == []
 
     def test_a_step_in_which_nobody_samples(self, step_output):
@@ -75,7 +75,9 @@ class TestStepOutput:
         assert (output.req_ids, output.sampled_token_ids, output.logprobs) == (["a", "b"], [[], []], None)
 
     def test_logprobs_are_those_of_the_rows_that_sampled(self, sampling, step_output):
-        sampled = sampling.SampledStep(("b", "a"), (0, 1), HostCopy(torch.tensor([[7], [8]])), logprobs(2, 3))
+        sampled = sampling.SampledStep(
+            ("b", "a"), (0, 1), HostCopy(torch.tensor([[7], [8]])), sampling.HostLogprobs(logprobs(2, 3))
+        )
         output = step_output(step_of("a", "b", "c"), sampled, {}).get_output()
         assert output.sampled_token_ids == [[7], [8], []]
         assert [list(map(float, row)) for row in output.logprobs.logprobs] == [[0, 0, 0], [1, 1, 1]]
@@ -102,7 +104,7 @@ class TestPromptLogprobs:
         request = self.request()
         scores.fill(request, 3, logprobs(2, 3, first=3.0), 2)  # out of order, as after a preemption
         scores.fill(request, 0, logprobs(3, 3), 2)
-        whole = scores.take(request, 2)
+        whole = scores.take(request, 2).get()
         assert whole.logprobs.shape == whole.logprob_token_ids.shape == (5, 3)
         assert whole.logprobs[:, 0].tolist() == [0, 1, 2, 3, 4]
         assert whole.logprob_token_ids[:, 2].tolist() == [0, 1, 2, 3, 4]
@@ -112,17 +114,17 @@ class TestPromptLogprobs:
         request = self.request()
         scores.fill(request, 0, logprobs(5, 1, first=40.0), 0)
         scores.fill(request, 1, logprobs(4, 1, first=1.0), 0)
-        assert scores.take(request, 0).logprobs[:, 0].tolist() == [40, 1, 2, 3, 4]
+        assert scores.take(request, 0).get().logprobs[:, 0].tolist() == [40, 1, 2, 3, 4]
 
     def test_two_requests_do_not_mix(self, scores):
         one, two = self.request("a"), self.request("b")
         scores.fill(one, 0, logprobs(5, 1), 0)
         scores.fill(two, 0, logprobs(5, 1, first=50.0), 0)
-        assert scores.take(one, 0).logprobs[0].item() == 0
-        assert scores.take(two, 0).logprobs[0].item() == 50
+        assert scores.take(one, 0).get().logprobs[0].item() == 0
+        assert scores.take(two, 0).get().logprobs[0].item() == 50
 
     def test_a_prompt_of_one_token_has_none(self, scores):
-        whole = scores.take(self.request(num_prompt=1), 2)
+        whole = scores.take(self.request(num_prompt=1), 2).get()
         assert whole.logprobs.shape == (0, 3)
 
     def test_what_was_taken_or_forgotten_is_gone(self, scores):
@@ -139,6 +141,6 @@ class TestPromptLogprobs:
         scores.fill(self.request(), 0, logprobs(5, 1, first=90.0), 0)
         again = self.request(num_prompt=3)
         scores.fill(again, 0, logprobs(2, 1), 0)
-        assert scores.take(again, 0).logprobs[:, 0].tolist() == [0, 1]
+        assert scores.take(again, 0).get().logprobs[:, 0].tolist() == [0, 1]
         scores.fill(self.request(), 0, logprobs(5, 1, first=90.0), 0)
-        assert scores.take(self.request(num_prompt=1), 0).logprobs.shape == (0, 1)
+        assert scores.take(self.request(num_prompt=1), 0).get().logprobs.shape == (0, 1)
