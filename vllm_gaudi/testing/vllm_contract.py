@@ -385,11 +385,6 @@ ROWS: tuple[Row, ...] = (
         parameters=("self", "logits", "sampling_metadata", "predict_bonus_token", "logprobs_mode_override"),
     ),
     Row(
-        "vllm.v1.structured_output.utils.apply_grammar_bitmask",
-        "v1.worker.sampling",
-        parameters=("scheduler_output", "grammar_output", "input_batch", "logits"),
-    ),
-    Row(
         "vllm.v1.worker.gpu_input_batch.InputBatch.__init__",
         "v1.worker.sampling",
         parameters=(
@@ -490,6 +485,11 @@ ROWS: tuple[Row, ...] = (
             "block_table_updates",
             "scheduled_spec_decode_tokens",
         ),
+    ),
+    Row(
+        "vllm.v1.core.sched.output.GrammarOutput",
+        "v1.worker.sampling",
+        fields=("structured_output_request_ids", "grammar_bitmask"),
     ),
     Row(
         "vllm.v1.kv_cache_interface.KVCacheConfig",

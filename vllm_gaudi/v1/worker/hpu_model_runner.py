@@ -55,7 +55,6 @@ DECODE_ROW_TILE = 16
 class PendingStep:
     """A step whose forwards are issued and whose tokens are not sampled yet."""
 
-    scheduler_output: SchedulerOutput
     step: StepRequests
     logits: torch.Tensor | None  # [n, V] of the sampling requests, None where nobody samples
     logits_req_ids: tuple[str, ...]
@@ -220,7 +219,6 @@ class HPUModelRunner:
                 req_ids += [step.req_ids[inputs.members[n]] for n in sampling]
         self.store.save(plan.save)
         self._pending = PendingStep(
-            scheduler_output=scheduler_output,
             step=step,
             logits=torch.cat(logits) if logits else None,
             logits_req_ids=tuple(req_ids),
@@ -243,7 +241,6 @@ class HPUModelRunner:
                 self.requests,
                 pending.logits,
                 pending.logits_req_ids,
-                pending.scheduler_output,
                 grammar_output,
             )
             slot_of = dict(zip(step.req_ids, step.slots.tolist(), strict=True))

@@ -22,14 +22,13 @@ from vllm.sampling_params import SamplingType
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.sampler import Sampler
-from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from vllm_gaudi.device import HostCopy
 from vllm_gaudi.v1.worker.requests import RequestState, RequestTable, StepRequests
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput
 
 
 class HostLogprobs:
@@ -103,7 +102,6 @@ class SamplingState:
         table: RequestTable,
         logits: torch.Tensor,
         logits_req_ids: Sequence[str],
-        scheduler_output: SchedulerOutput,
         grammar_output: GrammarOutput | None,
     ) -> tuple[SampledStep, torch.Tensor]:
         """Sample one token for each request of ``logits_req_ids``, whose logits are the rows of ``logits`` [n, V].
@@ -118,7 +116,8 @@ class SamplingState:
             rows[order] = np.arange(len(order))
             logits = logits.index_select(0, torch.from_numpy(rows).to(self._device, non_blocking=True))
         if grammar_output is not None:
-            apply_grammar_bitmask(scheduler_output, grammar_output, self._batch, logits)
+            forbidden = forbidden_tokens(grammar_output, self._batch.req_ids, logits.shape[1])
+            logits.masked_fill_(torch.from_numpy(forbidden).to(self._device, non_blocking=True), float("-inf"))
         out: SamplerOutput = self.sampler(logits=logits, sampling_metadata=self._batch.sampling_metadata)
         req_ids = tuple(self._batch.req_ids)
         sampled = SampledStep(
@@ -183,6 +182,22 @@ class SamplingState:
         """Logprobs of ``targets`` [n] (the prompt's next tokens) under ``logits`` [n, V], with the top ones."""
         scores = logits.to(torch.float32) if self._wants_raw_logits else self.sampler.compute_logprobs(logits)
         return self.sampler.gather_logprobs(scores, num_logprobs, targets)
+
+
+def forbidden_tokens(grammar: GrammarOutput, req_ids: Sequence[str], vocab_size: int) -> np.ndarray:
+    """Bool [n, vocab_size], true where row i's grammar (if it has one) forbids the token. ``req_ids``: of the n rows.
+
+    vLLM's bitmask has a word for 32 tokens, its lowest bit the first. Its own kernel for a device that is neither a
+    CPU nor a GPU goes through inductor, which a Gaudi has not; a mask made on the host needs no kernel.
+    """
+    forbidden = np.zeros((len(req_ids), vocab_size), np.bool_)
+    row_of = {req_id: row for row, req_id in enumerate(req_ids)}
+    for req_id, words in zip(grammar.structured_output_request_ids, grammar.grammar_bitmask, strict=True):
+        row = row_of.get(req_id)
+        if row is not None:
+            allowed = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), bitorder="little")[:vocab_size]
+            forbidden[row, : len(allowed)] = allowed == 0
+    return forbidden
 
 
 class PromptScores:

@@ -144,3 +144,17 @@ class TestPromptLogprobs:
         assert scores.take(again, 0).get().logprobs[:, 0].tolist() == [0, 1]
         scores.fill(self.request(), 0, logprobs(5, 1, first=90.0), 0)
         assert scores.take(self.request(num_prompt=1), 0).get().logprobs.shape == (0, 1)
+
+
+@pytest.mark.parametrize("vocab_size", [64, 70, 512])
+def test_what_a_grammar_forbids_is_what_vllms_kernel_forbids(sampling, vocab_size):
+    import xgrammar
+
+    words = np.random.default_rng(vocab_size).integers(-(2**31), 2**31, (3, -(-vocab_size // 32)), np.int32)
+    grammar = SimpleNamespace(structured_output_request_ids=["c", "gone", "a"], grammar_bitmask=words)
+    forbidden = sampling.forbidden_tokens(grammar, ["a", "b", "c"], vocab_size)
+    logits = torch.zeros(2, vocab_size)
+    xgrammar.apply_token_bitmask_inplace(logits, torch.from_numpy(words[[2, 0]]))
+    assert forbidden.shape == (3, vocab_size) and not forbidden[1].any()
+    assert (forbidden[[0, 2]] == logits.isinf().numpy()).all()
+    assert 0.3 < forbidden[0].mean() < 0.7
