@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device: the only importer of ``habana_frameworks``, and the CPU twin of everything asked from it.
 
-Owns: which device this process runs on, and synchronisation, memory figures, device-to-host copies that do not block.
-Never: vLLM types, environment variables other than through ``envs``.
+Owns: which device this process runs on, the bridge's defaults, and synchronisation, memory figures, device-to-host
+copies that do not block, compiling without running.
+Never: vLLM types, environment variables other than through ``envs``, lazy mode.
 
-Ordering rule: ``is_hpu`` decides once per process; everything else follows from it.
+Ordering rule: ``is_hpu`` decides once per process; everything else follows from it. ``initialize`` comes before
+anything that touches the device, and only in a process that is to own one: a Gaudi belongs to one process at a time.
 """
 
 from __future__ import annotations
@@ -13,10 +15,28 @@ import contextlib
 import functools
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vllm_gaudi import envs
+
+BRIDGE_DEFAULTS: dict[str, tuple[str, str]] = {
+    "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE": (
+        "0",
+        "Synapse may use a persistent input's memory as scratch in a recipe that only reads it, as GDN slots are read.",
+    ),
+    "PT_HPU_WEIGHT_SHARING": ("0", "No weights shared between graphs."),
+    "RUNTIME_SCALE_PATCHING": ("1", "Scales are patched into a recipe, not compiled into it."),
+    "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS": ("1", "The graph compiler's fuser may use several threads."),
+    "ENABLE_EXPERIMENTAL_FLAGS": ("true", "Allows the next one."),
+    "ENABLE_SKIP_REMOVAL_OF_GRAPH_INPUT_IDENTITY_NODES": (
+        "true",
+        "Identity nodes on graph inputs stay; recommended for Qwen3.5 hybrids.",
+    ),
+}
+"""What the bridge and Synapse shall find in the environment: value and reason. Set by ``initialize``, in the process
+that owns the device, before the bridge is imported there, and only where the user set nothing."""
 
 
 @functools.cache
@@ -36,7 +56,6 @@ def distributed_backend() -> str:
     return "hccl" if is_hpu() else "gloo"
 
 
-@functools.cache
 def bridge() -> Any:
     """``habana_frameworks.torch``; importing it registers the device with torch. Only on an HPU."""
     import habana_frameworks.torch as bridge_module
@@ -52,12 +71,18 @@ def _torch_hpu() -> Any:
     return torch.hpu  # type: ignore[attr-defined]
 
 
-@functools.cache
 def kernels() -> Any:
-    """Namespace of Gaudi's fused kernels (``FusedSDPA`` and others). Only on an HPU."""
+    """Namespace of Gaudi's fused kernels (``FusedSDPA`` and others). Only on an HPU; may be called inside a graph."""
     import habana_frameworks.torch.hpex.kernels as kernel_module
 
     return kernel_module
+
+
+def normalization() -> Any:
+    """Namespace of Gaudi's fused norms. Only on an HPU; may be called inside a graph."""
+    import habana_frameworks.torch.hpex.normalization as normalization_module
+
+    return normalization_module
 
 
 def compile_backend() -> str | None:
@@ -68,10 +93,31 @@ def compile_backend() -> str | None:
     return None if asked == "none" else asked
 
 
+_is_initialized = False
+
+
 def initialize() -> None:
-    """Make the device usable in this process."""
-    if is_hpu():
-        bridge()
+    """Make the device usable in this process. Raises RuntimeError where the bridge is in lazy mode."""
+    global _is_initialized
+    if not is_hpu() or _is_initialized:
+        return
+    for name, (value, _) in BRIDGE_DEFAULTS.items():
+        envs.set_default(name, value)
+    bridge()
+    import habana_frameworks.torch.distributed.hccl  # noqa: F401  (registers the process-group backend)
+    import habana_frameworks.torch.utils.internal as internal
+
+    if internal.is_lazy():
+        raise RuntimeError(
+            "Gaudi's bridge runs in lazy mode, which is not supported; unset PT_HPU_LAZY_MODE or set it to 0 before "
+            "Python starts"
+        )
+    _is_initialized = True
+
+
+def is_initialized() -> bool:
+    """Whether this process owns its device. A host needs no call."""
+    return _is_initialized or not is_hpu()
 
 
 def synchronize() -> None:
@@ -80,19 +126,54 @@ def synchronize() -> None:
         _torch_hpu().synchronize()
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators of torch and of the device, which a process that owns none has not."""
+    import torch
+
+    torch.manual_seed(seed)
+    if is_hpu() and _is_initialized:
+        _torch_hpu().random.manual_seed_all(seed)
+
+
+@contextlib.contextmanager
+def compile_only() -> Iterator[bool]:
+    """Graphs that run inside are compiled and, on an HPU, not executed: what they return and write is undefined there.
+
+    Yields whether that is so. On a host everything inside just runs.
+    """
+    if not is_hpu():
+        yield False
+        return
+    import habana_frameworks.torch.internal.bridge_config as bridge_config
+
+    with bridge_config.env_setting("PT_COMPILE_ONLY_MODE", True):
+        yield True
+
+
+@functools.cache
+def _copy_stream() -> Any:
+    """The stream of all copies to the host, beside the one that computes."""
+    return _torch_hpu().Stream()
+
+
 class HostCopy:
     """A device tensor on its way to the host. ``get`` blocks until it has arrived."""
 
     def __init__(self, tensor: Any):
         """``tensor``: any device tensor; kept alive until ``get`` returns."""
-        if is_hpu():
-            self._device_tensor = tensor
-            self._event = _torch_hpu().Event()
-            self._host_tensor = tensor.to("cpu", non_blocking=True)
-            self._event.record()
-        else:
-            self._event = None
+        self._event: Any = None
+        self._device_tensor: Any = None
+        if not is_hpu():
             self._host_tensor = tensor
+            return
+        hpu = _torch_hpu()
+        stream = _copy_stream()
+        stream.wait_stream(hpu.current_stream())  # what was issued so far computes the tensor
+        with hpu.stream(stream):
+            self._device_tensor = tensor
+            self._host_tensor = tensor.to("cpu", non_blocking=True)
+            self._event = hpu.Event()
+            self._event.record()
 
     def get(self) -> Any:
         """The host tensor. Safe to call again, and from another thread."""
@@ -145,10 +226,3 @@ class PeakMemory(contextlib.AbstractContextManager["PeakMemory"]):
     def __exit__(self, *exc: object) -> None:
         peak = int(_torch_hpu().max_memory_allocated()) if is_hpu() else _status_kib("VmHWM") * 1024
         self.bytes = max(0, peak - self._start)
-
-
-def set_graph_defaults() -> None:
-    """Bridge variables that Gaudi needs for compact GDN slots; set only where the user set none, never at import."""
-    if is_hpu():
-        # Synapse may reuse a persistent input's memory inside the recipe that only reads it, which would destroy slots.
-        envs.set_default("PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE", "0")

@@ -2,7 +2,7 @@
 """The one table of environment variables, and their only reader.
 
 Owns: names, defaults, parsers and the sentence that documents each variable. No other module reads
-``os.environ``; none writes it, except ``set_default`` for variables that must stand before a graph is compiled.
+``os.environ``; none writes it, except ``set_default`` for variables that must stand before a device is taken.
 
 Ordering rule: a value is read when it is asked for, so a test may set a variable before the engine that shall see it.
 """

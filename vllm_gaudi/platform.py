@@ -37,7 +37,7 @@ class HpuPlatform(Platform):
     _enum = PlatformEnum.OOT
     device_name: str = device.device_type()
     device_type: str = device.device_type()
-    dispatch_key: str = "HPU" if device.is_hpu() else "CPU"
+    dispatch_key: str = device.device_type().upper()
     ray_device_key: str = "HPU"
     device_control_env_var: str = "HABANA_VISIBLE_MODULES"
     dist_backend: str = device.distributed_backend()
@@ -75,6 +75,9 @@ class HpuPlatform(Platform):
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
+        if device.is_hpu():
+            # vLLM has chosen "none" already, for a compiler of its own; our norms and rotary embeddings would not run.
+            compilation.custom_ops = ["all" if op == "none" else op for op in compilation.custom_ops]
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
@@ -122,11 +125,12 @@ class HpuPlatform(Platform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        return device.total_memory()
+        """Bytes; 0 on a Gaudi that this process does not own: asking the device would take it from the worker."""
+        return device.total_memory() if _owns_device() else 0
 
     @classmethod
     def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:  # noqa: A002
-        return float(_used_memory())
+        return float(_used_memory()) if _owns_device() else 0.0
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
@@ -134,7 +138,7 @@ class HpuPlatform(Platform):
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        torch.manual_seed(seed)
+        _seed_all(seed)
 
     @classmethod
     def inference_mode(cls) -> Any:
@@ -162,7 +166,10 @@ class HpuPlatform(Platform):
         return False
 
 
+# Class methods whose argument is called ``device`` cannot reach the module of that name.
 _used_memory = device.used_memory
+_owns_device = device.is_initialized
+_seed_all = device.seed_all
 
 
 def _facts(config: VllmConfig) -> capabilities.Facts:

@@ -12,4 +12,8 @@ def register_layers() -> None:
     if _registered:
         return
     _registered = True
+    from vllm_gaudi import device
     from vllm_gaudi.models import gdn_attention, moe  # noqa: F401  (importing them registers them)
+
+    if device.is_hpu():
+        from vllm_gaudi.models import norm, rotary  # noqa: F401

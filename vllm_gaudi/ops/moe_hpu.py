@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts for Gaudi: the contract of `moe.experts` through the bridge's fused operator.
 
-Owns: one call of `torch.ops.hpu.mixture_of_experts`. Routing has no variant of its own: `moe.route` runs there too.
+Owns: the calls of `torch.ops.hpu.mixture_of_experts`, each over a range of experts. Routing has no variant of its own:
+`moe.route` runs there too.
 Never: groups tokens on the host.
-Order: none beyond the operator's own; its sum over a row's experts is not promised to be in expert order.
+Order: ranges from expert 0 on, added up in float32; inside a call the operator's sum is not promised to be in order.
 
-Unproved until it has run on a device: the operator's argument names as used here, that it takes gate-then-up weights in
-[out, in] layout, its accuracy, and whether a row's bits depend on the number of rows.
+Unproved until it has run on a device: that the operator takes gate-then-up weights in [out, in] layout under these
+names and leaves ids outside its range out, its accuracy, whether a row's bits depend on the number of rows, and how
+many experts one call may have at what speed.
 """
 
 import torch
+
+EXPERTS_PER_CALL = 64  # two weights of each are arguments of one operator: 512 experts would be 1,024
 
 
 def experts(
@@ -22,14 +26,24 @@ def experts(
     row_tile: int,
 ) -> torch.Tensor:
     """The contract of `moe.experts`, except its bitwise promise; row_tile is unused."""
-    return torch.ops.hpu.mixture_of_experts(
-        hidden_states=x,
-        expert_routing_table=ids,
-        router_weights=weights.to(x.dtype),
-        w12=list(w13.unbind(0)),
-        w3=list(w2.unbind(0)),
-        permuted_weights=True,
-        activation="silu",
-        experts_min=0,
-        experts_max=w13.shape[0] - 1,
-    )
+    routing, router_weights = ids.long(), weights.to(x.dtype)
+    gate_up, down = w13.unbind(0), w2.unbind(0)
+    parts = []
+    for first in range(0, len(down), EXPERTS_PER_CALL):
+        some = slice(first, first + EXPERTS_PER_CALL)
+        parts.append(
+            torch.ops.hpu.mixture_of_experts(
+                hidden_states=x,
+                expert_routing_table=routing,
+                router_weights=router_weights,
+                w12=list(gate_up[some]),
+                w3=list(down[some]),
+                permuted_weights=True,
+                activation="silu",
+                experts_min=first,
+                experts_max=first + len(down[some]) - 1,
+            )
+        )
+    if len(parts) == 1:
+        return parts[0]
+    return torch.stack([part.float() for part in parts]).sum(0).to(x.dtype)

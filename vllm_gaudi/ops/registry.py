@@ -22,6 +22,8 @@ TABLE: dict[str, tuple[str, str | None]] = {
     "recurrent_gated_delta_rule": ("vllm_gaudi.ops.gated_delta_rule.reference", "vllm_gaudi.ops.gated_delta_rule.hpu"),
     "causal_conv1d_prefill": ("vllm_gaudi.ops.causal_conv1d.reference", "vllm_gaudi.ops.causal_conv1d.hpu"),
     "causal_conv1d_update": ("vllm_gaudi.ops.causal_conv1d.reference", "vllm_gaudi.ops.causal_conv1d.hpu"),
+    "rms_norm": ("vllm_gaudi.ops.norm", "vllm_gaudi.ops.norm_hpu"),
+    "rotary_embedding": ("vllm_gaudi.ops.rotary", "vllm_gaudi.ops.rotary_hpu"),
     "insert_kv": ("vllm_gaudi.ops.paged_attention", "vllm_gaudi.ops.paged_attention_hpu"),
     "paged_prefill_attention": ("vllm_gaudi.ops.paged_attention", "vllm_gaudi.ops.paged_attention_hpu"),
     "paged_decode_attention": ("vllm_gaudi.ops.paged_attention", "vllm_gaudi.ops.paged_attention_hpu"),
@@ -40,6 +42,8 @@ class Ops:
     recurrent_gated_delta_rule: Callable[..., Any]
     causal_conv1d_prefill: Callable[..., Any]
     causal_conv1d_update: Callable[..., Any]
+    rms_norm: Callable[..., Any]
+    rotary_embedding: Callable[..., Any]
     insert_kv: Callable[..., Any]
     paged_prefill_attention: Callable[..., Any]
     paged_decode_attention: Callable[..., Any]

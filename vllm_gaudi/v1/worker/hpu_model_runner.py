@@ -41,7 +41,7 @@ from vllm_gaudi.v1.worker.output import StepOutput
 from vllm_gaudi.v1.worker.requests import RequestTable, StepRequests
 from vllm_gaudi.v1.worker.sampling import PromptLogprobs, PromptScores, SamplingState
 from vllm_gaudi.v1.worker.slots import SlotPool
-from vllm_gaudi.v1.worker.warmup import warm_up
+from vllm_gaudi.v1.worker.warmup import validate, warm_up
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -175,15 +175,22 @@ class HPUModelRunner:
         self.store = GDNCheckpointStore(layout, *tensors)
 
     @torch.inference_mode()
-    def profile_run(self, bucket: PrefillBucket | DecodeBucket | None = None) -> None:
-        """Run one bucket of pads (the largest prefill by default) through model and logits."""
+    def profile_run(self, bucket: PrefillBucket | DecodeBucket | None = None) -> torch.Tensor:
+        """Run one bucket of pads (the largest prefill by default) through model and logits, which are returned."""
         inputs = self.inputs.dummy(bucket or self.grid.all_prefill()[0])
-        self.graphs.logits(self.graphs.run(inputs), inputs.logit_rows)
+        return self.graphs.logits(self.graphs.run(inputs), inputs.logit_rows)
 
     @torch.inference_mode()
     def warm_up(self, show_progress: bool) -> int:
-        """Run every shape of the grid once and leave no trace of it in the caches; returns the number of shapes."""
-        count = warm_up(self.grid, self.profile_run, show_progress)
+        """Compile every shape of the grid and leave no trace of it in the caches; returns the number of shapes.
+
+        On Gaudi nothing runs while it is compiled, so what pads read is written anew and two shapes run for real.
+        """
+        with device.compile_only() as nothing_ran:
+            count = warm_up(self.grid, self.profile_run, show_progress)
+        if nothing_ran:
+            self.caches.zero_reserved()
+            validate(self.grid, self.profile_run)
         self.finish_warm_up()
         return count
 

@@ -166,7 +166,6 @@ class HPUWorker(WorkerBase):
         logger.info("%s", self.model_runner.store.describe())
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        device.set_graph_defaults()
         start = time.perf_counter()
         if envs.get("VLLM_SKIP_WARMUP"):
             logger.info("Warm-up is skipped (VLLM_SKIP_WARMUP)")

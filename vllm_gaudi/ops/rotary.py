@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding in plain torch, over the first part of each head.
+
+Owns: the rotation of pairs, in the dtype of the heads.
+Never: positions or tables: the layer hands each token's cosines and sines in.
+Order: dimensions beyond the rotary ones pass unchanged, behind the rotated ones.
+"""
+
+import torch
+
+
+def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
+    """Rotate pair i of each head by the token's angle i.
+
+    x [T, H, D]; cos, sin [T, R / 2] in x.dtype, R <= D even; is_neox: pair i is (i, i + R / 2), otherwise
+    (2 i, 2 i + 1). Returns [T, H, D] in x.dtype. Nothing is mutated.
+    """
+    half = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if is_neox:
+        one, other = turned[..., :half], turned[..., half:]
+        return torch.cat((one * cos - other * sin, other * cos + one * sin, rest), dim=-1)
+    one, other = turned[..., 0::2], turned[..., 1::2]
+    pairs = torch.stack((one * cos - other * sin, other * cos + one * sin), dim=-1)
+    return torch.cat((pairs.flatten(-2), rest), dim=-1)
