@@ -298,7 +298,7 @@ def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
         merged = strict.new_zeros(upper.shape[0], 2 * base, 2 * base)
         merged[:, :base, :base] = upper
         merged[:, base:, base:] = lower
-        torch.neg(corner, out=merged[:, base:, :base])
+        merged[:, base:, :base] = corner.neg_()  # an `out=` that is a view breaks a compiled graph
         inverse, base = merged, 2 * base
     return inverse.view(num, size, size)
 
