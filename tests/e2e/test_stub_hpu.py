@@ -1,55 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice between Gaudi and the host, by whole processes: with a stub of Gaudi's bridge, without, and told so.
+"""What the plugin decides where Gaudi's bridge can be imported, shown with the stub of it (tests/stubs).
 
-The stub has the public names that ``vllm_gaudi.device`` uses and computes nothing; what runs on a device is not tested
-here. One process each asks vLLM for its platform, as ``vllm serve`` would.
+Owns: names, layouts, op variants and environment that follow from the device, and an engine that runs as on a Gaudi:
+by the HPU variants, compiled by the stub's backend, on CPU tensors. What only a device can show is in
+docs/hpu-unproved.md. One process each asks vLLM for its platform, as ``vllm serve`` would.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-# Importing the bridge gives torch its ``hpu`` module, as the real one does.
-BRIDGE = """
-import sys
-import types
-
-import torch
-
-hpu = types.ModuleType("torch.hpu")
-
-
-class Event:
-    def record(self): pass
-    def synchronize(self): pass
-
-
-hpu.Event = Event
-hpu.is_available = lambda: True
-hpu.device_count = lambda: 1
-hpu.current_device = lambda: 0
-hpu.synchronize = lambda: None
-hpu.mem_get_info = lambda device=None: (90 * 2**30, 96 * 2**30)
-hpu.reset_peak_memory_stats = lambda: None
-hpu.max_memory_allocated = lambda: 7 * 2**30
-torch.hpu = hpu
-sys.modules["torch.hpu"] = hpu
-"""
-KERNELS = "class FusedSDPA:\n    pass\n"
+from tests import with_stub
 
 FACTS = """
 import json
 import os
+import subprocess
 import sys
 
 import vllm_gaudi
@@ -77,19 +46,6 @@ facts = {
     "kernel_blocks": [getattr(size, "base", size) for size in HPUAttentionBackend.get_supported_kernel_block_sizes()],
     "ops": {field.name: getattr(load_ops(), field.name).__module__ for field in fields(Ops)},
 }
-if device.is_hpu():
-    with device.PeakMemory() as peak:
-        device.synchronize()
-    facts |= {
-        "total": current_platform.get_device_total_memory(),
-        "used": device.used_memory(),
-        "peak": peak.bytes,
-        "sdpa": device.kernels().FusedSDPA.__name__,
-    }
-    device.initialize()
-    device.set_graph_defaults()
-facts["input_reuse"] = os.environ.get("PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE")
-
 from vllm.engine.arg_utils import EngineArgs
 
 checkpoint = os.environ["CHECKPOINT"]
@@ -109,33 +65,30 @@ def configure(**flags):
 
 facts["config"] = configure(dtype="bfloat16")
 facts["block_64"] = configure(dtype="bfloat16", block_size=64)
+
+child = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+inherited = json.loads(subprocess.run(child, capture_output=True, text=True, check=True).stdout)
+facts["variables_before"] = [name for name in device.BRIDGE_DEFAULTS if name in os.environ or name in inherited]
+facts["bridge_after_config"] = "habana_frameworks" in sys.modules
+facts["front_end_total"] = current_platform.get_device_total_memory()
+device.initialize()
+if device.is_hpu():
+    with device.PeakMemory() as peak:
+        device.synchronize()
+    facts |= {
+        "total": current_platform.get_device_total_memory(),
+        "used": device.used_memory(),
+        "peak": peak.bytes,
+        "sdpa": device.kernels().FusedSDPA.__name__,
+    }
+facts["input_reuse"] = os.environ.get("PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE")
 print("FACTS " + json.dumps(facts))
 """
 
 
-def facts_of(tmp_path: Path, checkpoint: Path, *, with_stub: bool, **env: str) -> dict[str, Any]:
+def facts_of(checkpoint: Path, *, is_stubbed: bool, **env: str) -> dict[str, Any]:
     """What a new process finds out."""
-    if with_stub:
-        package = tmp_path / "site" / "habana_frameworks" / "torch"
-        (package / "hpex" / "kernels").mkdir(parents=True)
-        (package.parent / "__init__.py").write_text("")
-        (package / "__init__.py").write_text(BRIDGE)
-        (package / "hpex" / "__init__.py").write_text("")
-        (package / "hpex" / "kernels" / "__init__.py").write_text(KERNELS)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_USE_FAKE", "PT_HPU", "PYTHONPATH"))}
-    environment |= {"CHECKPOINT": str(checkpoint), "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", **env}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FACTS)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-        timeout=300,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
-    assert lines, done.stderr[-3000:]
-    return json.loads(lines[-1].removeprefix("FACTS "))
+    return with_stub.facts("-c", FACTS, with_stub=is_stubbed, CHECKPOINT=str(checkpoint), **env)
 
 
 HOST = {
@@ -155,13 +108,14 @@ GAUDI = {
     "granule": 128,
     "kernel_blocks": [128],
     "said_name": "Intel Gaudi",
+    "front_end_total": 0,  # a process that does not own the device must not ask it
     "total": 96 * 2**30,
     "used": 6 * 2**30,
     "peak": 2**30,  # of 7 GiB at most, 6 were in use before
     "sdpa": "FusedSDPA",
     "input_reuse": "0",
 }
-HPU_OPS = {"insert_kv", "paged_prefill_attention", "paged_decode_attention", "experts"}
+HPU_OPS = {"rms_norm", "rotary_embedding", "insert_kv", "paged_prefill_attention", "paged_decode_attention", "experts"}
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -171,6 +125,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def assert_common(found: dict[str, Any], device_type: str) -> None:
     """What does not depend on the device: the plugin is the platform, imports little, and names its own classes."""
     assert found["heavy"] == [] and found["bridge_before"] is False
+    assert found["variables_before"] == [] and found["bridge_after_config"] is False
     assert (found["platform"], found["out_of_tree"]) == ("HpuPlatform", True)
     assert found["communicator"] == "vllm_gaudi.distributed.hpu_communicator.HpuCommunicator"
     assert found["config"] == {
@@ -180,8 +135,8 @@ def assert_common(found: dict[str, Any], device_type: str) -> None:
     }
 
 
-def test_with_the_bridge_the_platform_is_gaudi(tmp_path, checkpoint):
-    found = facts_of(tmp_path, checkpoint("q35_dense"), with_stub=True)
+def test_with_the_bridge_the_platform_is_gaudi(checkpoint):
+    found = facts_of(checkpoint("q35_dense"), is_stubbed=True)
     assert_common(found, "hpu")
     assert_same(found, GAUDI)
     on_hpu = {name for name, module in found["ops"].items() if module.endswith(("_hpu", ".hpu"))}
@@ -189,11 +144,156 @@ def test_with_the_bridge_the_platform_is_gaudi(tmp_path, checkpoint):
     assert "multiple of 128" in found["block_64"]
 
 
-@pytest.mark.parametrize("with_stub", [False, True], ids=["absent", "VLLM_USE_FAKE_HPU"])
-def test_without_the_bridge_or_told_so_the_platform_is_the_host(tmp_path, checkpoint, with_stub):
-    env = {"VLLM_USE_FAKE_HPU": "1"} if with_stub else {}
-    found = facts_of(tmp_path, checkpoint("q35_dense"), with_stub=with_stub, **env)
+@pytest.mark.parametrize("is_stubbed", [False, True], ids=["absent", "VLLM_USE_FAKE_HPU"])
+def test_without_the_bridge_or_told_so_the_platform_is_the_host(checkpoint, is_stubbed):
+    env = {"VLLM_USE_FAKE_HPU": "1"} if is_stubbed else {}
+    found = facts_of(checkpoint("q35_dense"), is_stubbed=is_stubbed, **env)
     assert_common(found, "cpu")
     assert_same(found, HOST)
     assert not any(module.endswith(("_hpu", ".hpu")) for module in found["ops"].values())
     assert isinstance(found["block_64"], dict)
+
+
+def test_lazy_mode_is_refused_before_there_is_a_worker(checkpoint):
+    found = facts_of(checkpoint("q35_dense"), is_stubbed=True, VLLM_USE_FAKE_HPU="1", PT_HPU_LAZY_MODE="1")
+    assert "lazy mode is not supported" in found["config"] and "PT_HPU_LAZY_MODE" in found["config"]
+
+
+def test_every_variant_agrees_with_its_reference_and_reaches_its_kernel():
+    """The cases of the nightly run, with the stub in the device's place."""
+    said = with_stub.run("-m", "pytest", "-q", "-m", "hpu", "tests/e2e/hpu/test_kernels.py")
+    assert "failed" not in said and "skipped" not in said and int(said.split(" passed")[0].split()[-1]) > 100, said
+
+
+# An engine as on a Gaudi, except that tensors are on the CPU: the one switch is the name of torch's device.
+ENGINE = """
+import json
+import os
+import random
+from collections import Counter
+
+from vllm_gaudi import device
+
+if os.environ["IS_STUBBED"] == "1":
+    device.device_type = lambda: "cpu"
+
+import torch
+from vllm_gaudi.testing.engine import engine, greedy
+from vllm_gaudi.v1.worker import hpu_model_runner
+from vllm_gaudi.v1.worker.kv_cache import KVCaches
+
+FLAGS = dict(enable_prefix_caching=True, block_size=128, max_model_len=384, max_num_seqs=2, max_num_batched_tokens=128)
+source = random.Random(11)
+prompts = [[source.randrange(10, 500) for _ in range(length)] for length in (290, 17, 129)]
+facts = {"is_hpu": device.is_hpu()}
+marks = []
+if device.is_hpu():
+    from habana_frameworks import calls
+
+    def marked(owner, name):
+        function = getattr(owner, name)
+        def call(*args, **kwargs):
+            calls.note(name)
+            return function(*args, **kwargs)
+        setattr(owner, name, call)
+
+    marked(KVCaches, "zero_reserved")
+    marked(hpu_model_runner, "warm_up")
+    marked(hpu_model_runner, "validate")
+
+with engine(os.environ["CHECKPOINT"], num_gpu_blocks_override=40, **FLAGS) as serving:
+    runner = serving.runner
+    facts["backend"] = runner.graphs.backend
+    facts["shapes"] = len(runner.graphs.warm_shapes)
+    facts["layers"] = sorted({type(module).__name__ for module in runner.model.modules()})
+    if device.is_hpu():
+        facts["start"] = [
+            [call.name, call.facts.get("value", call.facts.get("is_compile_only"))]
+            for call in calls._log
+            if call.name in ("env_setting", "zero_reserved", "warm_up", "validate", "run")
+        ]
+        facts["compiled"] = Counter(str(call["is_compile_only"]) for call in calls.of("compile"))
+        facts["creators"] = calls.of("hccl")[:1]
+        calls.reset()
+    caches = runner.caches
+    reserved = [t[caches.geometry.spare_block :] for t in (*caches.k, *caches.v)]
+    reserved += [t[caches.zero_row :] for t in (*caches.conv, *caches.ssm)]
+    facts["reserved_is_zero"] = all(bool((t == 0).all()) for t in reserved)
+    cold = serving.generate(prompts, greedy(10), cache_salt="cold")
+    first = serving.generate(prompts, greedy(10))
+    hit = serving.generate(prompts, greedy(10))
+    facts["cold"] = [[r.cached_tokens, r.tokens] for r in cold]
+    facts["hit"] = [[r.cached_tokens, r.tokens] for r in hit]
+    facts["hit_is_cold"] = all(torch.equal(a.logits, b.logits) for a, b in zip(hit, cold))
+    facts["late"] = [runner.graphs.num_late_graphs, len(runner.graphs.cold_shapes)]
+    facts["is_async"] = runner.is_async
+    torch.save([r.logits for r in cold], os.environ["LOGITS"])
+    if device.is_hpu():
+        facts["served"] = Counter(calls.names())
+        names = ("wait_stream", "stream", "Event.record", "Event.synchronize")
+        facts["copies"] = [[call.name, call.facts.get("stream"), call.facts.get("other")] for call in calls._log
+                           if call.name in names]
+print("FACTS " + json.dumps(facts))
+"""
+VARIANTS = {"q35_dense": ("FusedSDPA", "FusedRMSNorm", "rotary")}
+VARIANTS["next_moe"] = VARIANTS["q35_vl"] = (*VARIANTS["q35_dense"], "mixture_of_experts")
+ROTARY = {"q35_vl": "HPUMRotaryEmbedding"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["q35_dense", "next_moe"])
+def test_an_engine_runs_as_on_a_gaudi(model, checkpoint, tmp_path):
+    import torch
+
+    def run(is_stubbed: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        logits = tmp_path / f"{is_stubbed}.pt"
+        found = with_stub.facts(
+            "-c",
+            ENGINE,
+            with_stub=is_stubbed,
+            CHECKPOINT=str(checkpoint(model)),
+            IS_STUBBED=str(int(is_stubbed)),
+            LOGITS=str(logits),
+            VLLM_SKIP_WARMUP=str(int(not is_stubbed)),
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        )
+        return found, torch.load(logits)
+
+    wanted, wanted_logits = run(False)
+    found, logits = run(True)
+    assert (wanted["is_hpu"], found["is_hpu"]) == (False, True)
+    assert (wanted["backend"], found["backend"]) == (None, "hpu_backend")
+
+    # The variants were built and reached, the plain host's layers are vLLM's own.
+    ours = {"HPUGemmaRMSNorm", ROTARY.get(model, "HPURotaryEmbedding")}
+    assert ours <= set(found["layers"]) and not ours & set(wanted["layers"])
+    for kernel in VARIANTS[model]:
+        assert found["served"].get(kernel, 0) > 0, kernel
+    assert found["creators"] == [{"rank": 0, "size": 1}]
+
+    # Warm-up compiled and ran nothing; then pads' rows were zeroed, two shapes ran, and pads' rows were zeroed again.
+    start = found["start"]
+    begin, end = start.index(["env_setting", True]), start.index(["env_setting", False])
+    inside, after = start[begin + 1 : end], start[end + 1 :]
+    assert inside[0] == ["warm_up", None] and {tuple(entry) for entry in inside[1:]} == {("run", True)}
+    assert len(inside) > found["shapes"] >= 10
+    assert [name for name, _ in after if name != "run"] == ["zero_reserved", "validate", "zero_reserved"]
+    assert after[1][0] == "validate" and ["run", True] not in after and after.count(["run", False]) >= 2
+    assert found["reserved_is_zero"]
+    assert found["compiled"]["True"] > 10
+
+    # The same tokens as the references give; a hit equals cold; nothing was compiled late.
+    assert found["cold"] == wanted["cold"]
+    assert max(float((a - b).abs().max()) for a, b in zip(logits, wanted_logits, strict=True)) < 1e-4
+    assert [cached for cached, _ in found["cold"]] == [0, 0, 0]
+    assert [cached for cached, _ in found["hit"]] == [256, 0, 128] and found["hit_is_cold"]
+    assert [tokens for _, tokens in found["hit"]] == [tokens for _, tokens in found["cold"]]
+    assert found["late"] == [0, 0]
+
+    # Tokens leave on a stream of their own, which waits for the computing one, and are waited for by event.
+    assert found["is_async"]
+    copies, one = found["copies"], found["copies"][0][1]
+    assert copies[:3] == [["wait_stream", one, 0], ["stream", one, None], ["Event.record", one, None]] and one != 0
+    started = [entry[0] for entry in copies if entry[0] != "Event.synchronize"]
+    assert started == ["wait_stream", "stream", "Event.record"] * (len(started) // 3)
+    assert started.count("Event.record") == len(copies) - len(started) >= 10

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import contextlib
 import threading
 import types
 from pathlib import Path
@@ -13,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import with_stub
 from vllm_gaudi import device
 
-ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 
 
@@ -76,10 +74,18 @@ class TestHost:
         with pytest.raises(RuntimeError, match="VmNothing"):
             device._status_kib("VmNothing")
 
-    def test_no_bridge_variable_is_set(self, monkeypatch):
-        monkeypatch.delenv("PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE", raising=False)
-        device.set_graph_defaults()
-        assert "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE" not in os.environ
+    def test_everything_inside_compile_only_runs(self):
+        with device.compile_only() as nothing_runs:
+            assert nothing_runs is False
+
+    def test_a_host_needs_no_call_before_it_is_used(self):
+        assert device.is_initialized()
+
+    def test_a_seed_gives_the_same_numbers_again(self):
+        device.seed_all(3)
+        first = torch.rand(4)
+        device.seed_all(3)
+        assert torch.equal(torch.rand(4), first)
 
 
 def _can_reset_the_peak() -> bool:
@@ -113,15 +119,31 @@ class TestHpu:
             def synchronize(self):
                 log.append("wait for the event")
 
+        class Stream:
+            def wait_stream(self, other):
+                log.append(f"copies wait for {other}")
+
+        @contextlib.contextmanager
+        def stream(it):
+            log.append("on the copies' stream")
+            yield
+            log.append("off it")
+
         hpu = types.SimpleNamespace(
             Event=Event,
+            Stream=Stream,
+            stream=stream,
+            current_stream=lambda: "the computing stream",
             synchronize=lambda: log.append("synchronize"),
             mem_get_info=lambda: (30 * MIB, 100 * MIB),
             reset_peak_memory_stats=lambda: log.append("reset peak"),
             max_memory_allocated=lambda: 95 * MIB,
         )
+        device._copy_stream.cache_clear()
         monkeypatch.setattr(device, "is_hpu", lambda: True)
         monkeypatch.setattr(device, "_torch_hpu", lambda: hpu)
+        yield
+        device._copy_stream.cache_clear()
 
     def test_names(self):
         assert device.device_type() == "hpu"
@@ -133,10 +155,16 @@ class TestHpu:
 
     def test_a_host_copy_does_not_wait_before_it_is_asked_and_then_once(self):
         copy = device.HostCopy(FakeTensor(self.log))
-        assert self.log == ["copy to cpu, non_blocking=True", "record"]
+        assert self.log == [
+            "copies wait for the computing stream",
+            "on the copies' stream",
+            "copy to cpu, non_blocking=True",
+            "record",
+            "off it",
+        ]
         assert copy.get() == "on the host"
         assert copy.get() == "on the host"
-        assert self.log[2:] == ["wait for the event"]
+        assert self.log[5:] == ["wait for the event"]
 
     def test_a_host_copy_lets_the_device_tensor_go_when_it_has_arrived(self):
         copy = device.HostCopy(FakeTensor(self.log))
@@ -151,73 +179,95 @@ class TestHpu:
             assert self.log == ["reset peak"]
         assert peak.bytes == 25 * MIB
 
-    def test_the_bridge_variable_is_set_where_the_user_set_none(self, monkeypatch):
-        name = "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE"
-        monkeypatch.setenv(name, "1")
-        device.set_graph_defaults()
-        assert os.environ[name] == "1"
-        monkeypatch.delenv(name)
-        device.set_graph_defaults()
-        assert os.environ[name] == "0"
-
-
-STUB = """
-import torch, types
-torch.hpu = types.SimpleNamespace(synchronize=lambda: print("synchronised"))
-"""
 
 REPORT = """
 from vllm_gaudi import device
-print(device.device_type(), device.distributed_backend())
+print(device.device_type(), device.distributed_backend(), device.is_initialized())
+device.initialize()
+device.synchronize()
+device.seed_all(5)
+print(device.is_initialized())
 if device.is_hpu():
-    device.initialize()
-    device.synchronize()
-    print(device.bridge().__name__, device.kernels().__name__)
+    from habana_frameworks import calls
+    print(device.bridge().__name__, device.kernels().__name__, device.normalization().__name__)
+    print([name for name in calls.names() if name in ("import", "synchronize", "manual_seed_all")])
+    with device.compile_only() as nothing_runs:
+        print(nothing_runs, calls.of("env_setting"))
+    print(calls.of("env_setting")[1:])
 from vllm_gaudi.ops.registry import load_ops
 print(load_ops().insert_kv.__module__)
 """
 
 
-@pytest.fixture
-def run_with_a_bridge(tmp_path):
-    """Runs a script in a process whose path has a stub of the bridge; returns the lines that it printed."""
-    package = tmp_path / "habana_frameworks" / "torch"
-    kernels = package / "hpex" / "kernels"
-    kernels.mkdir(parents=True)
-    for folder in (package.parent, package / "hpex", kernels):
-        (folder / "__init__.py").write_text("")
-    (package / "__init__.py").write_text(STUB)
-
-    def run(script: str, **variables: str) -> list[str]:
-        environment = {**os.environ, **variables, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
-
-    return run
-
-
-def test_with_the_bridge_importable_the_device_is_hpu(run_with_a_bridge):
-    assert run_with_a_bridge(REPORT, VLLM_USE_FAKE_HPU="0") == [
-        "hpu hccl",
-        "synchronised",
-        "habana_frameworks.torch habana_frameworks.torch.hpex.kernels",
+def test_with_the_bridge_importable_the_device_is_hpu():
+    flag = "{'flag': 'PT_COMPILE_ONLY_MODE', 'value': %s}"
+    assert with_stub.run("-c", REPORT).splitlines() == [
+        "hpu hccl False",
+        "True",
+        "habana_frameworks.torch habana_frameworks.torch.hpex.kernels habana_frameworks.torch.hpex.normalization",
+        "['import', 'synchronize', 'manual_seed_all']",
+        f"True [{flag % True}]",
+        f"[{flag % False}]",
         "vllm_gaudi.ops.paged_attention_hpu",
     ]
 
 
-def test_the_user_may_ask_for_the_host_beside_the_bridge(run_with_a_bridge):
-    assert run_with_a_bridge(REPORT, VLLM_USE_FAKE_HPU="1") == ["cpu gloo", "vllm_gaudi.ops.paged_attention"]
+def test_the_user_may_ask_for_the_host_beside_the_bridge():
+    lines = with_stub.run("-c", REPORT, VLLM_USE_FAKE_HPU="1").splitlines()
+    assert lines == ["cpu gloo True", "True", "vllm_gaudi.ops.paged_attention"]
 
 
-def test_importing_the_package_imports_neither_torch_nor_vllm_nor_the_bridge(run_with_a_bridge):
+def test_importing_the_package_imports_neither_torch_nor_vllm_nor_the_bridge():
     script = (
         "import sys, vllm_gaudi, vllm_gaudi.envs, vllm_gaudi.device, vllm_gaudi.capabilities, vllm_gaudi.compat\n"
         "print(sorted({'torch', 'vllm', 'numpy', 'habana_frameworks'} & set(sys.modules)))"
     )
-    assert run_with_a_bridge(script) == ["[]"]
+    assert with_stub.run("-c", script).splitlines() == ["[]"]
+
+
+# Prints which of the bridge's variables stand after imports, what the bridge found, and what stands at the end.
+VARIABLES = """
+import json, os
+import vllm_gaudi
+from vllm_gaudi import device
+from vllm_gaudi.ops import registry
+def now(): return {name: os.environ[name] for name in device.BRIDGE_DEFAULTS if name in os.environ}
+imported = now()
+device.initialize()
+found = {}
+if device.is_hpu():
+    from habana_frameworks import calls
+    found = {name: calls.ENVIRONMENT_AT_IMPORT.get(name) for name in device.BRIDGE_DEFAULTS}
+print("FACTS " + json.dumps({"imported": imported, "found": found, "end": now()}))
+"""
+DEFAULTS = {name: value for name, (value, _) in device.BRIDGE_DEFAULTS.items()}
+
+
+def test_the_bridge_finds_its_variables_when_it_is_imported_and_our_imports_set_none():
+    assert len(DEFAULTS) == 6 and DEFAULTS["PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE"] == "0"
+    assert with_stub.facts("-c", VARIABLES) == {"imported": {}, "found": DEFAULTS, "end": DEFAULTS}
+
+
+def test_what_the_user_set_stays():
+    asked = {name: "the user's" for name in list(DEFAULTS)[::2]}
+    wanted = {**DEFAULTS, **asked}
+    assert with_stub.facts("-c", VARIABLES, **asked) == {"imported": asked, "found": wanted, "end": wanted}
+
+
+@pytest.mark.parametrize("is_stubbed", [True, False], ids=["VLLM_USE_FAKE_HPU", "absent"])
+def test_a_host_sets_no_variable(is_stubbed):
+    found = with_stub.facts("-c", VARIABLES, with_stub=is_stubbed, VLLM_USE_FAKE_HPU="1")
+    assert found == {"imported": {}, "found": {}, "end": {}}
+
+
+def test_lazy_mode_is_refused_by_the_process_that_owns_the_device():
+    script = (
+        "from vllm_gaudi import device\n"
+        "try: device.initialize()\n"
+        "except RuntimeError as refused: print(refused, device.is_initialized())"
+    )
+    (line,) = with_stub.run("-c", script, PT_HPU_LAZY_MODE="1").splitlines()
+    assert "lazy mode" in line and "PT_HPU_LAZY_MODE" in line and line.endswith("False")
 
 
 @pytest.mark.parametrize(
