@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import install
-from vllm_gaudi import capabilities, compat, envs
+from vllm_gaudi import capabilities, compat, device, envs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS, BucketGrid
 from vllm_gaudi.ops import registry
 from vllm_gaudi.v1.core.sched import block_size, cache_stats
@@ -374,6 +374,11 @@ def environment() -> str:
         default = "unset" if var.default is None else int(var.default) if isinstance(var.default, bool) else var.default
         rows.append((code(name), f"{default:g}" if isinstance(default, float) else default, var.doc))
     return table(("variable", "default", "meaning"), rows)
+
+
+def bridge_defaults() -> str:
+    rows = [(code(f"{name}={value}"), why) for name, (value, why) in device.BRIDGE_DEFAULTS.items()]
+    return table(("variable", "why"), rows)
 
 
 LADDERS = {
@@ -852,6 +857,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "rooms-left": rooms_left,
     "recipes": recipe_commands,
     "environment": environment,
+    "bridge-defaults": bridge_defaults,
     "hits": hits,
     "boundary-cost": boundary_cost,
     "additional-config": additional_config,

@@ -17,8 +17,6 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from vllm_gaudi.ops.registry import load_ops
 
-Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
 
 @RMSNorm.register_oot
 class HPURMSNorm(RMSNorm):
@@ -26,7 +24,9 @@ class HPURMSNorm(RMSNorm):
         super().__init__(*args, **kwargs)
         self._ops = load_ops()
 
-    def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
+    def forward_oot(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The norm of ``x`` [..., hidden], or of ``x + residual`` together with that sum."""
         if not self.has_weight or self.variance_size_override is not None:
             return self.forward_native(x, residual)
@@ -42,7 +42,9 @@ class HPUGemmaRMSNorm(GemmaRMSNorm):
         super().__init__(*args, **kwargs)
         self._ops = load_ops()
 
-    def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
+    def forward_oot(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The norm of ``x`` [..., hidden], or of ``x + residual`` together with that sum."""
         normed, summed = self._ops.rms_norm(x, self.weight.float() + 1.0, self.variance_epsilon, residual)
         return normed if summed is None else (normed, summed)
