@@ -30,6 +30,16 @@ class Row:
 
 
 ROWS: tuple[Row, ...] = (
+    Row(
+        "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase.all_gather",
+        "distributed.hpu_communicator",
+        parameters=("self", "input_", "dim"),
+    ),
+    Row(
+        "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase.all_reduce",
+        "distributed.hpu_communicator",
+        parameters=("self", "input_"),
+    ),
     Row("vllm.forward_context.get_forward_context", "models, attention", parameters=()),
     Row(
         "vllm.forward_context.set_forward_context",
@@ -47,6 +57,11 @@ ROWS: tuple[Row, ...] = (
             "is_padding",
         ),
     ),
+    Row(
+        "vllm.model_executor.custom_op.CustomOp.forward_oot",
+        "models.norm, models.rotary",
+        parameters=("self", "args", "kwargs"),
+    ),
     Row("vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase.is_monolithic", "models.moe"),
     Row(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.__init__",
@@ -62,6 +77,21 @@ ROWS: tuple[Row, ...] = (
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.process_weights_after_loading",
         "models.moe",
         parameters=("self", "layer"),
+    ),
+    Row(
+        "vllm.model_executor.layers.layernorm.GemmaRMSNorm.__init__",
+        "models.norm",
+        parameters=("self", "hidden_size", "eps"),
+    ),
+    Row(
+        "vllm.model_executor.layers.layernorm.RMSNorm.__init__",
+        "models.norm",
+        parameters=("self", "hidden_size", "eps", "var_hidden_size", "has_weight", "dtype"),
+    ),
+    Row(
+        "vllm.model_executor.layers.layernorm.RMSNorm.forward_native",
+        "models.norm",
+        parameters=("self", "x", "residual"),
     ),
     Row("vllm.model_executor.layers.linear.UnquantizedLinearMethod.__init__", "models.linear", parameters=("self",)),
     Row(
@@ -88,6 +118,52 @@ ROWS: tuple[Row, ...] = (
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention.split_ba",
         "models.gdn_attention",
         parameters=("self", "ba"),
+    ),
+    Row(
+        "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding.__init__",
+        "models.rotary",
+        parameters=(
+            "self",
+            "head_size",
+            "rotary_dim",
+            "max_position_embeddings",
+            "base",
+            "is_neox_style",
+            "dtype",
+            "init_cache",
+        ),
+    ),
+    Row(
+        "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbeddingBase._match_cos_sin_cache_dtype",
+        "models.rotary",
+        parameters=("self", "query"),
+    ),
+    Row(
+        "vllm.model_executor.layers.rotary_embedding.mrope.MRotaryEmbedding.__init__",
+        "models.rotary",
+        parameters=(
+            "self",
+            "head_size",
+            "rotary_dim",
+            "max_position_embeddings",
+            "base",
+            "is_neox_style",
+            "dtype",
+            "mrope_section",
+            "mrope_interleaved",
+            "scaling_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "attention_factor",
+            "truncate",
+        ),
+    ),
+    Row(
+        "vllm.model_executor.layers.rotary_embedding.mrope.apply_interleaved_rope",
+        "models.rotary",
+        parameters=("x", "mrope_section"),
     ),
     Row(
         "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod.apply",
