@@ -75,9 +75,6 @@ class HpuPlatform(Platform):
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.cudagraph_capture_sizes = []
-        if device.is_hpu():
-            # vLLM has chosen "none" already, for a compiler of its own; our norms and rotary embeddings would not run.
-            compilation.custom_ops = ["all" if op == "none" else op for op in compilation.custom_ops]
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
