@@ -216,7 +216,7 @@ with engine(os.environ["CHECKPOINT"], num_gpu_blocks_override=40, **FLAGS) as se
         facts["creators"] = calls.of("hccl")[:1]
         calls.reset()
     caches = runner.caches
-    reserved = [t[caches.geometry.spare_block :] for t in (*caches.k, *caches.v)]
+    reserved = [t[caches.geometry.num_tokens :] for t in (*caches.k, *caches.v)]
     reserved += [t[caches.zero_row :] for t in (*caches.conv, *caches.ssm)]
     facts["reserved_is_zero"] = all(bool((t == 0).all()) for t in reserved)
     cold = serving.generate(prompts, greedy(10), cache_salt="cold")

@@ -88,7 +88,7 @@ def mixture(rows: int, num_experts: int, top_k: int, hidden: int, inner: int) ->
 
 
 def pages(kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (SPARE + 1, KERNEL_BLOCK, kv_heads, dim)
+    shape = ((SPARE + 1) * KERNEL_BLOCK, kv_heads, dim)
     return torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
 
 
@@ -109,7 +109,7 @@ def prefill(starts: Sequence[int], queries: int, heads: int, kv_heads: int, dim:
             used = min(width, -(-(start + queries) // KERNEL_BLOCK))
             table[row, :used] = torch.randperm(SPARE)[:used].int()
         q = torch.randn(len(starts), queries, heads, dim).to(dtype)
-        return (q, *pages(kv_heads, dim, dtype), table, lengths_of(*starts), SCALE), {}
+        return (q, *pages(kv_heads, dim, dtype), table, lengths_of(*starts), SCALE), {"kernel_block": KERNEL_BLOCK}
 
     return build
 
@@ -125,13 +125,16 @@ def decode(lengths: Sequence[int], pads: int, heads: int, kv_heads: int, dim: in
             first.append(len(blocks) if length else 0)
             for start in range(0, length, KERNEL_BLOCK):
                 block, used = next(free), min(KERNEL_BLOCK, length - start)
-                k_cache[block, used:] = v_cache[block, used:] = float("nan")
+                behind = slice(block * KERNEL_BLOCK + used, (block + 1) * KERNEL_BLOCK)
+                k_cache[behind] = v_cache[behind] = float("nan")
                 blocks.append(block)
                 rows.append(row)
                 lens.append(used)
         lists = blocks + [SPARE] * pads, rows + [len(lengths) - 1] * pads, lens + [0] * pads, first
         q = torch.randn(len(lengths), heads, dim).to(dtype)
-        return (q, k_cache, v_cache, *(torch.tensor(x, dtype=torch.int32) for x in lists), SCALE), {}
+        return (q, k_cache, v_cache, *(torch.tensor(x, dtype=torch.int32) for x in lists), SCALE), {
+            "kernel_block": KERNEL_BLOCK
+        }
 
     return build
 
