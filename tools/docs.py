@@ -30,6 +30,7 @@ from tools import install
 from vllm_gaudi import capabilities, compat, device, envs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS, BucketGrid
 from vllm_gaudi.ops import registry
+from vllm_gaudi.testing import operator_table
 from vllm_gaudi.v1.core.sched import block_size, cache_stats
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import StateShape, pack
 
@@ -865,6 +866,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "start-errors": raises,
     "architectures": architectures,
     "metrics": metrics,
+    "operators": operator_table.documentation,
     "miss-reasons": miss_reasons,
     "log-lines": log_lines,
     "entry-points": entry_points,

@@ -284,7 +284,7 @@ class HPUModelRunner:
             last = min(end, request.num_prompt - 1)  # the last position that has a next prompt token
             if last > start:
                 first_row = n * inputs.attn.query
-                rows = torch.arange(first_row, first_row + inputs.attn.query, device=self.device)
+                rows = torch.arange(first_row, first_row + inputs.attn.query, dtype=torch.int32, device=self.device)
                 targets = torch.from_numpy(request.tokens[start + 1 : last + 1].astype(np.int64)).to(self.device)
                 logits = self.graphs.prompt_logits(hidden, rows)[: last - start]
                 chunk = self.sampling.score_prompt(logits, targets, num_logprobs)
