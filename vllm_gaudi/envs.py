@@ -80,6 +80,12 @@ TABLE: dict[str, EnvVar] = {
         "torch.compile backend of the decoder layers: unset is hpu_backend on Gaudi and none on a CPU host, and "
         "--enforce-eager is none everywhere.",
     ),
+    "VLLM_GAUDI_ROW_TILES": EnvVar(
+        None,
+        _flag,
+        "Run every matrix product in tiles of one number of rows, so that a row's bits depend on the row alone. Unset "
+        "is 1 on a CPU host, and 0 on Gaudi, where a product runs over all rows of its bucket at once.",
+    ),
     "VLLM_USE_V2_MODEL_RUNNER": EnvVar(None, _flag, "vLLM's own switch; the V2 runner is refused."),
     "VLLM_TARGET_DEVICE": EnvVar(None, _text, "vLLM's build variable; 'cpu' at run time would hide this plugin."),
     "PT_HPU_LAZY_MODE": EnvVar(False, _flag, "Gaudi's lazy mode; only 0 (eager and torch.compile) is supported."),

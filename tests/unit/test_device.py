@@ -287,3 +287,14 @@ def test_the_backend_of_compiled_layers(monkeypatch, asked, is_hpu, backend):
     else:
         monkeypatch.setenv("VLLM_GAUDI_COMPILE", asked)
     assert device.compile_backend() == backend
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_hpu", "expected"), [(None, False, True), (None, True, False), ("0", False, False), ("1", True, True)]
+)
+def test_products_run_in_row_tiles_where_a_host_needs_them_or_the_user_asks(monkeypatch, asked, is_hpu, expected):
+    monkeypatch.setattr(device, "is_hpu", lambda: is_hpu)
+    monkeypatch.delenv("VLLM_GAUDI_ROW_TILES", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_GAUDI_ROW_TILES", asked)
+    assert device.has_row_tiles() is expected

@@ -14,6 +14,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
+from vllm_gaudi import device
 from vllm_gaudi.ops.registry import load_ops
 
 LOGITS_ROW_TILE = 16
@@ -33,14 +34,15 @@ class RowTiledLinearMethod(UnquantizedLinearMethod):
 
 
 class RowTiledLogitsMethod(UnquantizedEmbeddingMethod):
-    """vLLM's unquantised embedding whose logits product runs in tiles of ``LOGITS_ROW_TILE`` rows."""
+    """vLLM's unquantised embedding whose logits product runs in tiles of ``LOGITS_ROW_TILE`` rows, where any do."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ops = load_ops()
+        self._row_tile = LOGITS_ROW_TILE if device.has_row_tiles() else 0
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self._ops.row_tiled_linear(x, layer.weight, bias, LOGITS_ROW_TILE)
+        return self._ops.row_tiled_linear(x, layer.weight, bias, self._row_tile)
 
 
 def install_row_tiles(model: torch.nn.Module) -> int:

@@ -145,7 +145,7 @@ class HPUModelRunner:
         self.inputs = InputBuilder(
             self.grid,
             PadRows(geometry.spare_block, self.caches.zero_row, self.caches.trash_row, self.caches.first_staging_row),
-            RowTiles(PREFILL_ROW_TILE, DECODE_ROW_TILE),
+            RowTiles(PREFILL_ROW_TILE, DECODE_ROW_TILE) if device.has_row_tiles() else RowTiles(0, 0),
             attention_group=geometry.attention_group,
             kernel_block=geometry.kernel_block,
             kernel_blocks_per_block=geometry.kernel_blocks_per_block,
