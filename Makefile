@@ -41,11 +41,12 @@ e2e: install ## tests through vLLM's engine
 	@echo "== end-to-end tests"
 	@$(TEST_ENV) $(PYTHON_VENV) -m pytest tests/e2e -m "$(MARKERS)" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-lint: install ## ruff and mypy
+lint: install ## ruff, mypy and hadolint
 	@echo "== lint"
 	@$(PYTHON_VENV) -m ruff check .
 	@$(PYTHON_VENV) -m ruff format --check .
 	@$(PYTHON_VENV) -m mypy
+	@.venv/bin/hadolint docker/*
 
 format: install ## let ruff sort imports and format
 	@$(PYTHON_VENV) -m ruff check --fix .
