@@ -4,6 +4,8 @@
 PYTHON_VENV := .venv/bin/python
 # Which tests run: everything that needs no Gaudi. On a Gaudi machine: make e2e MARKERS=hpu WORKERS=0
 MARKERS     ?= not hpu
+# Where end-to-end tests are looked for, e.g. make e2e E2E=tests/e2e/test_serve.py
+E2E         ?= tests/e2e
 # More arguments for pytest, e.g. make unit PYTEST_ARGS="-k slots -x"
 PYTEST_ARGS ?=
 # pytest processes at a time; tests that share one Gaudi need WORKERS=0
@@ -39,7 +41,7 @@ unit: install ## fast tests of single modules
 
 e2e: install ## tests through vLLM's engine
 	@echo "== end-to-end tests"
-	@$(TEST_ENV) $(PYTHON_VENV) -m pytest tests/e2e -m "$(MARKERS)" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(TEST_ENV) $(PYTHON_VENV) -m pytest $(E2E) -m "$(MARKERS)" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: install ## ruff, mypy and hadolint
 	@echo "== lint"

@@ -3,6 +3,8 @@
 
     python benchmarks/bench_checkpoint.py [--layers 8] [--repeats 7] [--json FILE]
 
+On a Gaudi both sides move device memory, and a time ends when the device is done.
+
 Owns: the layer shapes of three target models and the table. Prints, per model and number of requests, the ratio of the
 memcpy's time to the store's (1.0: as fast as memcpy), median over the repeats with the smallest and largest; store and
 memcpy alternate. Fewer layers than the real models have, so that pages and slots fit a small machine; each layer is
@@ -15,13 +17,14 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from vllm_gaudi import device
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import StateShape, make_layout
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import RowCopies
 from vllm_gaudi.v1.worker.gdn_checkpoint.store import GDNCheckpointStore
@@ -67,10 +70,11 @@ def build(model: Model, layers: int, slots: int) -> GDNCheckpointStore:
     per_group = layers // GROUPS
     num_blocks = GROUPS * slots + 1
     page = (num_blocks * model.block_size + KERNEL_BLOCK, model.kv_heads, model.head)
-    k = [torch.zeros(page, dtype=torch.bfloat16) for _ in range(per_group)]
-    v = [torch.zeros(page, dtype=torch.bfloat16) for _ in range(per_group)]
-    conv = [torch.randn(slots + 2, 3, model.conv_dim).to(torch.bfloat16) for _ in range(layers)]
-    ssm = [torch.randn(slots + 2, model.v_heads, model.dim, model.dim) for _ in range(layers)]
+    where = torch.device(device.device_type())
+    k = [torch.zeros(page, dtype=torch.bfloat16, device=where) for _ in range(per_group)]
+    v = [torch.zeros(page, dtype=torch.bfloat16, device=where) for _ in range(per_group)]
+    conv = [torch.randn(slots + 2, 3, model.conv_dim).to(where, torch.bfloat16) for _ in range(layers)]
+    ssm = [torch.randn(slots + 2, model.v_heads, model.dim, model.dim).to(where) for _ in range(layers)]
     layout = make_layout(
         state=StateShape((3, model.conv_dim), 2, (model.v_heads, model.dim, model.dim), 4),
         block_size=model.block_size,
@@ -84,8 +88,10 @@ def build(model: Model, layers: int, slots: int) -> GDNCheckpointStore:
 
 
 def seconds(run: Callable[[], object]) -> float:
+    device.synchronize()
     start = time.perf_counter()
     run()
+    device.synchronize()
     return time.perf_counter() - start
 
 
@@ -94,7 +100,7 @@ def measure(store: GDNCheckpointStore, requests: int, repeats: int, model: str) 
     blocks = 1 + np.arange(GROUPS * requests, dtype=np.int32).reshape(GROUPS, requests)
     copies = RowCopies(slots, blocks)
     num_bytes = requests * store.layout.checkpoint_bytes
-    source = torch.randint(0, 9, (num_bytes // 4,), dtype=torch.int32)
+    source = torch.randint(0, 9, (num_bytes // 4,), dtype=torch.int32).to(device.device_type())
     target = torch.zeros_like(source)
     rows = []
     for direction, move in (("save", store.save), ("restore", store.restore)):
@@ -110,18 +116,25 @@ def measure(store: GDNCheckpointStore, requests: int, repeats: int, model: str) 
     return rows
 
 
+def measure_all(models: Sequence[Model], sizes: Sequence[int], layers: int, repeats: int) -> list[Row]:
+    """Rows of every model and number of requests, one store at a time."""
+    device.initialize()
+    rows: list[Row] = []
+    for model in tqdm(models, desc="Models", unit="model"):
+        store = build(model, layers, max(sizes))
+        for requests in tqdm(sizes, desc=model.name, unit="size", leave=False):
+            rows += measure(store, requests, repeats, model.name)
+        del store
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=6, help="GDN layers, a multiple of three")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", help="also write the rows to this file")
     arguments = parser.parse_args()
-    rows: list[Row] = []
-    for model in tqdm(MODELS, desc="Models", unit="model"):
-        store = build(model, arguments.layers, max(REQUESTS))
-        for requests in tqdm(REQUESTS, desc=model.name, unit="size", leave=False):
-            rows += measure(store, requests, arguments.repeats, model.name)
-        del store
+    rows = measure_all(MODELS, REQUESTS, arguments.layers, arguments.repeats)
     threads = torch.get_num_threads()
     print(f"{threads} thread(s), {arguments.layers} layers, median of {arguments.repeats} (lowest..highest)")
     print("| model | direction | requests | MB | memcpy time / store time |")

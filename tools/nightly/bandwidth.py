@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast checkpoints move against a plain copy of the same bytes on the same device: a ratio, one per size.
+
+Owns: the choice of sizes, the table, and the one loose floor. The measuring is the benchmark's. Never: a time.
+
+Ordering rule: the table is written before the floor is looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.nightly import process, report
+from tools.nightly.setting import Setting
+
+# Of the largest moves, on a device: below this a copy has left the device, or goes row by row. To be raised to half of
+# what the first nights show.
+FLOOR = 0.05
+
+
+def measure(layers: int, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """In this process, on this machine's device; ``layers``: GDN layers of each model, a multiple of three."""
+    from benchmarks import bench_checkpoint
+
+    return [
+        dataclasses.asdict(row) for row in bench_checkpoint.measure_all(bench_checkpoint.MODELS, sizes, layers, repeats)
+    ]
+
+
+def check(rows: Sequence[dict[str, Any]], floor: float) -> None:
+    """Raises AssertionError when a move was not measured, or the largest move of a model is below ``floor``."""
+    assert rows, "nothing was measured"
+    largest = max(row["requests"] for row in rows)
+    for row in rows:
+        ratio = row["median_ratio"]
+        assert math.isfinite(ratio) and ratio > 0, f"{row['model']}, {row['direction']}: no ratio: {ratio}"
+        if row["requests"] == largest:
+            assert ratio >= floor, f"{row['model']}, {row['direction']}: {ratio:.3f} of a plain copy, floor {floor}"
+
+
+def run(setting: Setting) -> list[dict[str, Any]]:
+    """Measures, writes the table and checks it; returns its rows."""
+    if setting.is_device:
+        arguments = {"layers": 6, "sizes": [1, 2, 4, 8, 16, 32], "repeats": 7}
+        log = Path(setting.out) / "logs" / "bandwidth.log"
+        rows = process.call("tools.nightly.bandwidth:measure", arguments, {}, log)
+    else:
+        rows = measure(layers=3, sizes=[1, 2], repeats=2)
+    report.write(setting.out, "bandwidth", "Checkpoints against a plain copy: copy's time / store's time", rows)
+    check(rows, FLOOR if setting.is_device else 0.0)
+    return rows
