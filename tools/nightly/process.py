@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -24,20 +25,23 @@ from tools.nightly.setting import ROOT
 
 RESULT = "RESULT "
 LAST_LINES = 30
+NOISE = re.compile(r"leaked|nanobind|skipped remainder|Warming up")  # what libraries say at an exit, and progress bars
 NEVER_KEPT = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 
 
 def call(target: str, arguments: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> Any:
     """``MODULE:FUNCTION`` of ``arguments`` in a new process. Raises RuntimeError with the log's end when it fails."""
     command = [sys.executable, "-m", "tools.nightly.process", target, json.dumps(arguments)]
-    merged = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    merged = {**os.environ, **environment, "PYTHONPATH": path}
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         done = subprocess.run(command, cwd=ROOT, env=merged, stdout=file, stderr=subprocess.STDOUT, check=False)
     lines = log.read_text(errors="replace").splitlines()
     results = [line for line in lines if line.startswith(RESULT)]
     if done.returncode != 0 or len(results) != 1:
-        last = "\n".join(f"  | {line}" for line in lines[-LAST_LINES:])
+        told = [line for line in lines if not NOISE.search(line)]
+        last = "\n".join(f"  | {line}" for line in told[-LAST_LINES:])
         raise RuntimeError(f"{target} ended with exit code {done.returncode} and {len(results)} results\n{last}")
     return json.loads(results[0].removeprefix(RESULT))
 
