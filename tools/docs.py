@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import install
+from tools.nightly import setting
 from vllm_gaudi import capabilities, compat, device, envs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS, BucketGrid
 from vllm_gaudi.ops import registry
@@ -541,9 +542,13 @@ def entry_points() -> str:
     return table(("group", "name", "object"), rows)
 
 
+def nightly_variables() -> str:
+    return table(("variable", "what it says"), [(code(name), doc) for name, doc in setting.VARIABLES.items()])
+
+
 def pins() -> str:
     rows: list[list[str]] = []
-    for name in ("host.txt", "build.txt", "test.txt", "docs.txt"):
+    for name in ("host.txt", "build.txt", "test.txt", "docs.txt", "nightly.txt"):
         for line in (ROOT / "requirements" / name).read_text().splitlines():
             requirement, _, why = line.partition("#")
             if requirement.strip():
@@ -870,6 +875,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "miss-reasons": miss_reasons,
     "log-lines": log_lines,
     "entry-points": entry_points,
+    "nightly-variables": nightly_variables,
     "pins": pins,
     "compat": compat_rows,
     "ops": ops,

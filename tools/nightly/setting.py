@@ -29,7 +29,7 @@ VARIABLES = {
     "NIGHTLY_MODEL": "Checkpoint of the state, poison, rank and first-token checks; unset is a tiny random one.",
     "NIGHTLY_MAX_MODEL_LEN": "Tokens of the longest conversation with NIGHTLY_MODEL, at least 17 blocks.",
     "NIGHTLY_ENGINE_FLAGS": "JSON of further engine flags for NIGHTLY_MODEL.",
-    "NIGHTLY_RANKS": "Tensor-parallel sizes that are tried, such as 2,4.",
+    "NIGHTLY_RANKS": "Tensor-parallel sizes that are tried; unset is 2,4, and 2 for the tiny model.",
     "NIGHTLY_COMPILES": "Fresh compilations that states are compared in.",
     "NIGHTLY_QWEN35_35B_A3B": "Qwen3.5-35B-A3B, for GSM8K.",
     "NIGHTLY_QWEN36_27B": "Qwen3.6-27B, for GSM8K.",
@@ -116,15 +116,16 @@ def on_host(name: str = "q35_dense", **changed: Any) -> Setting:
 
 def on_device() -> Setting:
     """The checkpoint that the variables name, else a tiny one in bf16."""
+    model = read("NIGHTLY_MODEL")
+    ranks = read("NIGHTLY_RANKS", "2,4" if model else "2")  # the tiny one has two key heads
     common: dict[str, Any] = {
         "dtype": "bfloat16",
         "compile_backend": "hpu_backend",
         "is_device": True,
-        "ranks": tuple(int(text) for text in read("NIGHTLY_RANKS", "2,4").split(",")),
+        "ranks": tuple(int(text) for text in ranks.split(",")),
         "num_compiles": int(read("NIGHTLY_COMPILES", "5")),
         "longest": 16,
     }
-    model = read("NIGHTLY_MODEL")
     if not model:
         tiny = str(checkpoints.build("next_moe", "bfloat16", CHECKPOINTS))
         return Setting(model=tiny, block_size=128, max_model_len=20 * 128, num_blocks=400, **common)

@@ -30,7 +30,7 @@ THEIRS = {
 }
 OF_PIP = {"--no-deps", "--no-build-isolation", "--no-binary"}
 OF_MKDOCS = {"--strict"}
-OF_DOCKER = {"--build-arg", "--runtime"}
+OF_DOCKER = {"--build-arg", "--no-healthcheck", "--runtime"}
 
 
 def anchors(text: str) -> set[str]:
