@@ -8,6 +8,8 @@ MARKERS     ?= not hpu
 E2E         ?= tests/e2e
 # More arguments for pytest, e.g. make unit PYTEST_ARGS="-k slots -x"
 PYTEST_ARGS ?=
+# More arguments for the benchmark, e.g. make bench BENCH_ARGS="--sizes tiny --repeats 5"
+BENCH_ARGS  ?=
 # pytest processes at a time; tests that share one Gaudi need WORKERS=0
 WORKERS     ?= 2
 CACHE       := $(CURDIR)/.cache
@@ -22,7 +24,7 @@ unexport VLLM_TARGET_DEVICE
 export PYTHONUNBUFFERED := 1
 
 .NOTPARALLEL:
-.PHONY: help install demo test unit e2e lint format docs wheel clean distclean
+.PHONY: help install demo test unit e2e lint format docs bench wheel clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -56,6 +58,10 @@ format: install ## let ruff sort imports and format
 
 docs: install ## the documentation site in .cache/site, its generated parts brought up to date
 	@$(PYTHON_VENV) -m tools.docs build
+
+bench: install ## caching on beside caching off, on two sizes of model; under 15 minutes on two cores
+	@$(PYTHON_VENV) tools/install.py requirements/bench.txt
+	@$(RUN_ENV) $(PYTHON_VENV) benchmarks/bench.py $(BENCH_ARGS)
 
 wheel: install ## a wheel in dist/, without network
 	@rm -rf build dist

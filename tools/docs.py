@@ -41,7 +41,6 @@ PACKAGE = ROOT / "vllm_gaudi"
 PICTURE = DOCS / "assets" / "pool.svg"
 SITE = ROOT / ".cache" / "site"
 DOCS_PINS = ROOT / "requirements" / "docs.txt"
-STAMP = install.VENV / ".docs-stamp"
 SECTION = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.S)
 MIB, GIB, GB = 2**20, 2**30, 10**9
 
@@ -548,7 +547,7 @@ def nightly_variables() -> str:
 
 def pins() -> str:
     rows: list[list[str]] = []
-    for name in ("host.txt", "build.txt", "test.txt", "docs.txt", "nightly.txt"):
+    for name in ("host.txt", "build.txt", "test.txt", "docs.txt", "nightly.txt", "bench.txt"):
         for line in (ROOT / "requirements" / name).read_text().splitlines():
             requirement, _, why = line.partition("#")
             if requirement.strip():
@@ -1022,28 +1021,10 @@ def write() -> list[Path]:
     return changed
 
 
-def install_mkdocs() -> None:
-    constraints = [
-        part for pins in (install.HOST_PINS, install.BUILD_PINS, install.TEST_PINS) for part in ("-c", str(pins))
-    ]
-    install.pip_install("-r", str(DOCS_PINS), *constraints)
-
-
-def have_mkdocs() -> bool:
-    """Install MkDocs into .venv unless the stamp says that these pins are there."""
-    key = install.stamp_key((DOCS_PINS,))
-    if install.is_installed(key, STAMP):
-        return True
-    if not install.run_phases([install.Phase("MkDocs", install_mkdocs)]):
-        return False
-    STAMP.write_text(key + "\n")
-    return True
-
-
 def build() -> int:
     for path in write():
         print(f"written: {path.relative_to(ROOT)}", flush=True)
-    if not have_mkdocs():
+    if not install.have_extra(DOCS_PINS):
         return 1
     command = [str(install.VENV / "bin" / "python"), "-m", "mkdocs", "build", "--strict", "--site-dir", str(SITE)]
     code_of_mkdocs = subprocess.run(command, cwd=ROOT, check=False).returncode

@@ -229,7 +229,24 @@ def run_phases(todo: list[Phase]) -> bool:
     return True
 
 
+def have_extra(pins: Path) -> bool:
+    """Install what one more pins file names into .venv, unless its stamp says that this is done. Says what failed."""
+    name = pins.stem
+    key, stamp = stamp_key((pins,)), VENV / f".{name}-stamp"
+    if is_installed(key, stamp):
+        return True
+    constraints = [part for path in (HOST_PINS, BUILD_PINS, TEST_PINS) for part in ("-c", str(path))]
+    phase = Phase(f"requirements/{pins.name}", lambda: pip_install("-r", str(pins), *constraints))
+    if not run_phases([phase]):
+        return False
+    stamp.write_text(key + "\n")
+    return True
+
+
 def main() -> int:
+    """Without arguments .venv itself; with names of pins files what those name, into a .venv that is there."""
+    if sys.argv[1:]:
+        return 0 if all(have_extra(Path(name).resolve()) for name in sys.argv[1:]) else 1
     key = stamp_key()
     if is_installed(key):
         return 0

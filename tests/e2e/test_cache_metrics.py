@@ -27,6 +27,7 @@ from vllm_gaudi.v1.core.sched.cache_stats import (
     MISSES,
     NO_CHECKPOINT,
     PREFIX,
+    REACHABLE,
     REASONS,
     RESTORED,
     SAVED,
@@ -227,7 +228,9 @@ def test_a_reset_cache_and_a_foreign_salt_are_told_apart(
 
 
 def config(name: str) -> Any:
-    return SimpleNamespace(model_config=SimpleNamespace(served_model_name=name))
+    return SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name=name), scheduler_config=SimpleNamespace(max_num_seqs=8)
+    )
 
 
 def sample(metric: str, **labels: str) -> float | None:
@@ -279,3 +282,4 @@ def test_an_engine_s_counts_reach_prometheus_whole(
         it.settle()
         assert (sample(SAVED), sample(RESTORED)) == (it.moved[SAVED], it.moved[RESTORED])
         assert it.moved[RESTORED] == 1 and sample(MISSES, reason=SHORT) == 2
+        assert sample(REACHABLE) == it.prefix_hits == 3 * it.size

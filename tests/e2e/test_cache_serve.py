@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tools import demo
+from tools import dashboard, demo
 
 B = 64
 ANSWER = 6
@@ -139,3 +139,11 @@ def test_the_checkpoints_reach_prometheus(served: Served, prompt: Callable[[int]
     assert (moved["checkpoints_saved"], moved["checkpoints_restored"]) == (3, 1)
     assert moved["checkpoint_bytes_moved"] > 0 and moved["checkpoint_bytes_moved"] % 4 == 0
     assert served.counter("vllm_gaudi:prefix_cache_misses_total", reason="shorter_than_block") == short + 1
+
+
+def test_every_metric_of_the_dashboard_is_served(served: Served) -> None:
+    exposed = {line.split("{")[0] for line in served.get("/metrics").splitlines() if line and line[0] != "#"}
+    assert dashboard.metrics() - exposed == set()
+    labels = {curve.by for panel in dashboard.PANELS for curve in panel.curves if curve.by}
+    assert labels == {"reason"} and served.counter(dashboard.MISSES, reason="no_checkpoint") is not None
+    assert served.counter("vllm_gaudi:slots") == 4

@@ -12,17 +12,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import REGISTRY, Counter
+from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from vllm_gaudi.v1.core.sched.cache_stats import BYTES, MISSES, PREFIX, REASONS, RESTORED, SAVED, SKIPPED
+from vllm_gaudi.v1.core.sched.cache_stats import (
+    BYTES,
+    MISSES,
+    PREFIX,
+    REACHABLE,
+    REASONS,
+    RESTORED,
+    SAVED,
+    SKIPPED,
+)
+
+SLOTS = PREFIX + "slots"
 
 _DOCS = {
     SAVED: "GDN checkpoints saved, one per cached boundary of a request.",
     SKIPPED: "GDN checkpoints not saved because no block was free for them.",
     RESTORED: "GDN checkpoints restored, one per admitted request that resumed from one.",
     BYTES: "Bytes moved between GDN slots and blocks, on one rank.",
+    REACHABLE: "Prompt tokens that requests had reused, had every boundary that was ever kept still been there.",
     MISSES: "Requests that could have hit the prefix cache and did not, by reason.",
 }
 
@@ -44,6 +56,8 @@ class GaudiStatLogger(StatLoggerBase):
                     self._counters[f"{name}:{reason}"] = counter.labels(**labels, reason=reason)
             else:
                 self._counters[name] = counter.labels(**labels)
+        slots = Gauge(SLOTS, "Slots for the GDN states of running requests.", labelnames=[*labels])
+        slots.labels(**labels).set(vllm_config.scheduler_config.max_num_seqs)
 
     def record(
         self,

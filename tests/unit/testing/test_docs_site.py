@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import docs, install
+from tools import docs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS
 from vllm_gaudi.v1.core.sched.cache_stats import REASONS
 
@@ -218,20 +218,10 @@ def test_what_is_used_of_vllm_is_found():
     assert docs.doors().count("register_oot") >= 2
 
 
-def test_the_site_is_pinned_with_a_reason():
-    lines = [line for line in docs.DOCS_PINS.read_text().splitlines() if line.strip() and not line.startswith("#")]
-    assert any(line.startswith("mkdocs==") for line in lines)
+@pytest.mark.parametrize("name", ["docs.txt", "bench.txt", "nightly.txt"])
+def test_what_a_target_adds_is_pinned_with_a_reason(name):
+    text = (docs.ROOT / "requirements" / name).read_text()
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    assert lines
     for line in lines:
-        assert re.fullmatch(r"[\w-]+==[\w.]+ +# .+", line), line
-
-
-def test_an_installed_mkdocs_is_not_installed_again(tmp_path, monkeypatch):
-    stamp = tmp_path / "stamp"
-    monkeypatch.setattr(docs, "STAMP", stamp)
-    asked: list[str] = []
-    monkeypatch.setattr(install, "run_phases", lambda phases: asked.append(phases[0].name) or True)
-    assert docs.have_mkdocs() and docs.have_mkdocs()
-    assert asked == ["MkDocs"]
-    stamp.write_text("of other pins\n")
-    assert docs.have_mkdocs()
-    assert asked == ["MkDocs"] * 2
+        assert re.fullmatch(r"[\w\[\]-]+==[\w.]+ +# .+", line), line

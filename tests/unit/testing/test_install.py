@@ -107,3 +107,19 @@ def test_commands_do_not_see_the_target_device_of_the_shell(tmp_path, monkeypatc
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
     install.run_logged([sys.executable, "-c", "import os; print(os.environ.get('VLLM_TARGET_DEVICE', 'unset'))"])
     assert (tmp_path / "log").read_text().splitlines()[-1] == "unset"
+
+
+def test_an_extra_that_is_installed_is_not_installed_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(install, "VENV", tmp_path)
+    pins = tmp_path / "more.txt"
+    pins.write_text("a==1\n")
+    asked: list[str] = []
+    monkeypatch.setattr(install, "run_phases", lambda phases: asked.append(phases[0].name) or True)
+    assert install.have_extra(pins) and install.have_extra(pins)
+    assert asked == ["requirements/more.txt"]
+    pins.write_text("a==2\n")
+    assert install.have_extra(pins)
+    assert asked == ["requirements/more.txt"] * 2
+    monkeypatch.setattr(install, "run_phases", lambda phases: False)
+    pins.write_text("a==3\n")
+    assert not install.have_extra(pins) and not install.have_extra(pins)

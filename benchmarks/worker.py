@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine under the benchmark: starts with given flags, plays workloads, says what happened. A process of its own.
+
+Owns: the clock (first token of a request, wall and CPU seconds of a workload) and the count of scheduled tokens. Never:
+our package: it runs as it is in the peer's environment, on vLLM's public engine alone.
+
+Commands are lines of JSON on stdin, answers lines of JSON on the descriptor that ``--answers`` names; whatever the
+engine prints goes elsewhere.
+
+    {"do": "start", "flags": {...}}                      -> {"seconds": s, "block_size": B, "num_blocks": n}
+    {"do": "play", "workload": name, "seed": n, ...}     -> {"requests": [...], "wall": s, "cpu": s, ...}
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import workloads  # noqa: E402
+
+
+class Player:
+    """An engine, and how it is driven."""
+
+    def __init__(self, flags: dict[str, Any], stat_loggers: list[Any] | None = None):
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        gc.collect()
+        began = time.perf_counter()
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**flags), stat_loggers=stat_loggers)
+        self.seconds = time.perf_counter() - began
+        self.scheduled = 0
+        self.preempted = 0
+        self.num_played = 0
+        core = getattr(self.engine.engine_core, "engine_core", None)  # None: the core is another process
+        self.scheduler = getattr(core, "scheduler", None)
+        if self.scheduler is not None:
+            self._count()
+
+    def _count(self) -> None:
+        schedule = self.scheduler.schedule
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            self.scheduled += output.total_num_scheduled_tokens
+            self.preempted += len(output.preempted_req_ids or ())
+            return output
+
+        self.scheduler.schedule = counted
+
+    def facts(self) -> dict[str, Any]:
+        config = self.engine.vllm_config.cache_config
+        manager = None if self.scheduler is None else self.scheduler.kv_cache_manager
+        return {
+            "seconds": self.seconds,
+            "block_size": config.block_size,
+            "num_blocks": config.num_gpu_blocks if manager is None else manager.block_pool.num_gpu_blocks,
+            "num_groups": None if manager is None else len(manager.coordinator.single_type_managers),
+        }
+
+    def play(self, sessions: list[workloads.Session], each_step: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Run all sessions to their end, from an empty cache."""
+        from vllm import SamplingParams
+
+        self.engine.reset_prefix_cache()
+        self.num_played += 1
+        self.scheduled = self.preempted = 0
+        said = [list[int]() for _ in sessions]
+        turn_of = [0] * len(sessions)
+        due = {n: s.arrival for n, s in enumerate(sessions) if s.after is None}
+        running: dict[str, dict[str, Any]] = {}
+        done: list[dict[str, Any]] = []
+        step = 0
+        began, cpu_began = time.perf_counter(), cpu_seconds()
+        while due or running:
+            if not running:
+                step = max(step, min(due.values()))
+            for n in [n for n, at in sorted(due.items()) if at <= step]:
+                del due[n]
+                turn = sessions[n].turns[turn_of[n]]
+                said[n] = said[n] + turn.new
+                name = f"{self.num_played}-{n}-{turn_of[n]}"
+                params = SamplingParams(
+                    temperature=0 if turn.n == 1 else 1.0,
+                    seed=None if turn.n == 1 else n,
+                    n=turn.n,
+                    max_tokens=turn.answer,
+                    ignore_eos=True,
+                    detokenize=False,
+                )
+                self.engine.add_request(name, {"prompt_token_ids": said[n]}, params)
+                running[name] = {
+                    "session": n,
+                    "turn": turn_of[n],
+                    "prompt": said[n],
+                    "n": turn.n,
+                    "asked": time.perf_counter(),
+                    "first": None,
+                }
+            outputs = self.engine.step()
+            step += 1
+            each_step()
+            now = time.perf_counter()
+            for output in outputs:
+                request = running[output.request_id]
+                if request["first"] is None and any(choice.token_ids for choice in output.outputs):
+                    request["first"] = now - request["asked"]
+                if not output.finished:
+                    continue
+                del running[output.request_id]
+                n = request["session"]
+                answers = [list(choice.token_ids) for choice in output.outputs]
+                done.append(
+                    {
+                        **request,
+                        "answers": answers,
+                        "cached": output.num_cached_tokens or 0,
+                        "asked": request["asked"] - began,
+                        "took": now - request["asked"],
+                    }
+                )
+                said[n] = said[n] + answers[0]
+                turn_of[n] += 1
+                if turn_of[n] < len(sessions[n].turns):
+                    due[n] = step + sessions[n].turns[turn_of[n]].gap
+                else:
+                    due.update({m: step for m, other in enumerate(sessions) if other.after == n})
+        wall, cpu = time.perf_counter() - began, cpu_seconds() - cpu_began
+        counts = (self.scheduled, self.preempted) if self.scheduler is not None else (None, None)
+        return {"requests": done, "wall": wall, "cpu": cpu, "scheduled": counts[0], "preempted": counts[1]}
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    # Only answers go where the driver listens.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(it: dict[str, Any]) -> None:
+        answers.write(json.dumps(it) + "\n")
+        answers.flush()
+
+    began = time.perf_counter()
+    import vllm  # noqa: F401
+
+    answer({"import": time.perf_counter() - began})
+    player: Player | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            if command["do"] == "start":
+                if player is not None:
+                    player.close()
+                    player = None
+                player = Player(command["flags"])
+                answer(player.facts())
+            elif command["do"] == "play":
+                assert player is not None
+                arguments = {key: command[key] for key in ("name", "block_size", "vocabulary", "seed", "scale")}
+                answer(player.play(workloads.make(**arguments)))
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+    if player is not None:
+        player.close()
+
+
+if __name__ == "__main__":
+    main()
