@@ -53,6 +53,9 @@ class HpuPlatform(Platform):
     def pre_register_and_update(cls, parser: Any = None) -> None:
         """Before any config exists: vLLM would pick its V2 model runner wherever it finds Triton."""
         envs.set_default("VLLM_USE_V2_MODEL_RUNNER", "0")
+        if device.is_hpu():
+            # A forked process may hang at its exit on a Gaudi; vLLM spawns on its own for CUDA and XPU alone.
+            envs.set_default("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 
 from vllm_gaudi.testing.engine import Engine, engine, greedy
 from vllm_gaudi.v1.worker.hpu_worker import HPUWorker
+from vllm_gaudi.v1.worker.kv_cache import KVCaches
 
 MIB = 2**20
 GIVEN = 24 * MIB
@@ -175,6 +177,23 @@ def test_a_larger_budget_of_tokens_is_profiled_and_leaves_fewer_blocks(checkpoin
     hidden_and_logits = 4096 * 64 * 4
     assert peaks[1] > peaks[0] + hidden_and_logits
     assert blocks[1] < blocks[0]
+
+
+@pytest.mark.parametrize("name", ["q35_dense", "llama"])
+def test_the_profile_runs_tensors_are_gone_before_the_engines_own_are_made(name, checkpoint, monkeypatch):
+    """A device that is nearly full cannot hold the states of all slots twice."""
+    made: list[list[weakref.ref]] = []
+    alive: list[int] = []
+    build = KVCaches.__init__
+
+    def watched(self, *args, **kwargs):
+        alive.append(sum(ref() is not None for refs in made for ref in refs))
+        build(self, *args, **kwargs)
+        made.append([weakref.ref(t) for t in (*self.k, *self.v, *self.conv, *self.ssm)])
+
+    monkeypatch.setattr(KVCaches, "__init__", watched)
+    with engine(checkpoint(name), num_gpu_blocks_override=None, kv_cache_memory_bytes=16 << 20):
+        assert alive == [0, 0] and len(made) == 2 and made[0]
 
 
 def test_a_profile_run_leaves_nothing_behind(checkpoint):

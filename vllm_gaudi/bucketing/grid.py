@@ -161,7 +161,8 @@ class BucketGrid:
                     if blocks >= least_blocks
                     for boundaries in (0, self.boundaries_within(query))
                 }
-        return sorted(found, key=lambda bucket: (bucket.rows, bucket.blocks, bucket.boundaries), reverse=True)
+        # Of equally many rows those whose sequences read more context between them need more memory.
+        return sorted(found, key=lambda b: (b.rows, b.batch * b.blocks, b.blocks, b.boundaries), reverse=True)
 
     def all_decode(self) -> list[DecodeBucket]:
         """Every decode bucket that a step can ask for, largest first."""

@@ -85,7 +85,7 @@ def test_the_grid_lists_each_bucket_once_largest_first_and_only_within_limits(gi
     prefills, decodes = grid.all_prefill(), grid.all_decode()
     assert len(set(prefills)) == len(prefills) > 0
     assert len(set(decodes)) == len(decodes) > 0
-    assert all((a.rows, a.blocks) >= (b.rows, b.blocks) for a, b in pairwise(prefills))
+    assert all((a.rows, a.batch * a.blocks) >= (b.rows, b.batch * b.blocks) for a, b in pairwise(prefills))
     assert all((a.batch, a.blocks) >= (b.batch, b.blocks) for a, b in pairwise(decodes))
     assert all(bucket.query % given["query_multiple"] == 0 for bucket in prefills)
     assert max(bucket.batch for bucket in prefills) <= min(4, given["max_batch"])

@@ -155,6 +155,13 @@ class HPUModelRunner:
         )
         self.sampling = SamplingState(self.vllm_config, self.device, self.max_num_seqs, self.max_model_len)
 
+    def drop_kv_cache(self) -> None:
+        """Undo ``initialize_kv_cache``: no layer and no owner holds a page or a state any more."""
+        for layer in self.layers.values():
+            if hasattr(layer, "kv_cache"):
+                layer.kv_cache = ()
+        del self.caches, self.store, self.inputs
+
     def _build_store(self, kv_cache_config: KVCacheConfig) -> None:
         """A checkpoint store where GDN blocks are cached, plain zeroing elsewhere."""
         caches, geometry = self.caches, self.caches.geometry
@@ -265,7 +272,7 @@ class HPUModelRunner:
         logits = self.graphs.logits(hidden, inputs.logit_rows)
         if sampling == list(range(len(sampling))):
             return logits[: len(sampling)]
-        return logits.index_select(0, torch.tensor(sampling, device=self.device))
+        return logits.index_select(0, torch.tensor(sampling, dtype=torch.int32).to(self.device, non_blocking=True))
 
     def _score_prompts(
         self,
@@ -285,7 +292,8 @@ class HPUModelRunner:
             if last > start:
                 first_row = n * inputs.attn.query
                 rows = torch.arange(first_row, first_row + inputs.attn.query, dtype=torch.int32, device=self.device)
-                targets = torch.from_numpy(request.tokens[start + 1 : last + 1].astype(np.int64)).to(self.device)
+                targets = torch.from_numpy(request.tokens[start + 1 : last + 1].astype(np.int64))
+                targets = targets.to(self.device, non_blocking=True)
                 logits = self.graphs.prompt_logits(hidden, rows)[: last - start]
                 chunk = self.sampling.score_prompt(logits, targets, num_logprobs)
                 self.prompt_logprobs.fill(request, start, chunk, num_logprobs)

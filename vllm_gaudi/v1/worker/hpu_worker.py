@@ -83,7 +83,10 @@ class HPUWorker(WorkerBase):
         specs = self.get_kv_cache_spec()
         spare_bytes = self._spare_block_bytes(specs)
         peak = self._profile(specs)
-        state_bytes = self.model_runner.caches.state_bytes
+        state_bytes, num_staging = self.model_runner.caches.state_bytes, self.model_runner.grid.num_staging
+        # The engine's own states come next: with these still there, a device would have to hold both at once.
+        self.model_runner.drop_kv_cache()
+        gc.collect()
         given = self.cache_config.kv_cache_memory_bytes
         if given is not None:
             budget, words = given, f"--kv-cache-memory-bytes {given}"
@@ -107,7 +110,7 @@ class HPUWorker(WorkerBase):
             raise RuntimeError(
                 f"no memory is left for the block pool: {words} gives {_gib(budget)}, of which weights take "
                 f"{_gib(self._weight_bytes)}, the profile run {_gib(peak)} and the GDN states of "
-                f"{self.scheduler_config.max_num_seqs} slots and {self.model_runner.grid.num_staging} staging rows "
+                f"{self.scheduler_config.max_num_seqs} slots and {num_staging} staging rows "
                 f"{_gib(state_bytes)}; raise --gpu-memory-utilization or --kv-cache-memory-bytes, or lower "
                 "--max-num-seqs or --max-num-batched-tokens"
                 + ("" if device.is_hpu() else " (on a CPU host, raise VLLM_GAUDI_HOST_MEMORY_GIB)")
