@@ -66,18 +66,18 @@ HOST_READS = (
     "equal",
     "allclose",
 )
-# operator -> (argument that is indexed, argument that holds the indices), the dim being argument 1
-INDEXED = {
-    "aten.index_select": (0, 2),
-    "aten.index_copy_": (0, 2),
-    "aten.index_copy": (0, 2),
-    "aten.index_add_": (0, 2),
-    "aten.index_fill_": (0, 2),
-    "aten.gather": (0, 2),
-    "aten.scatter": (0, 2),
-    "aten.scatter_": (0, 2),
-    "aten.scatter_add_": (0, 2),
-}
+# These take (tensor, dim, indices, ...).
+INDEXED = (
+    "aten::index_select",
+    "aten::index_copy_",
+    "aten::index_copy",
+    "aten::index_add_",
+    "aten::index_fill_",
+    "aten::gather",
+    "aten::scatter",
+    "aten::scatter_",
+    "aten::scatter_add_",
+)
 SELECTIONS = ("aten::where", "aten::masked_fill", "aten::masked_fill_")
 INT64 = (torch.int64, torch.uint64)
 FLOAT64 = (torch.float64, torch.complex64, torch.complex128)
@@ -104,24 +104,19 @@ class Record:
 
     operators: dict[str, Counter[str]] = field(default_factory=dict)  # operator -> phase -> calls
     dtypes: dict[str, set[str]] = field(default_factory=dict)
-    shapes: dict[str, set[tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
     reads: Counter[str] = field(default_factory=Counter)
     breaches: dict[Breach, int] = field(default_factory=dict)
     num_sampled: int = 0  # steps in which tokens were sampled
-
-    def phases(self) -> dict[str, frozenset[str]]:
-        """Operator -> phases it was seen in."""
-        return {name: frozenset(seen) for name, seen in sorted(self.operators.items())}
 
     def add(self, breach: Breach) -> None:
         self.breaches[breach] = self.breaches.get(breach, 0) + 1
 
 
 class Watch:
-    """Records an engine's steps while it is entered. ``allowed``: what the rules let pass."""
+    """Records an engine's steps in ``record``. ``allowed``: what the rules let pass."""
 
-    def __init__(self, runner: Any, allowed: Exceptions):
-        self.record = Record()
+    def __init__(self, runner: Any, allowed: Exceptions, record: Record | None = None):
+        self.record = Record() if record is None else record
         self.allowed = allowed
         self._phase: str | None = None
         self._in_region = False
@@ -181,18 +176,17 @@ class Watch:
         record, phase = self.record, self._phase
         schema = func._schema
         name = str(func)
-        overload = f".{schema.overload_name}" if schema.overload_name else ""
-        short = schema.name.split("::")[1] + overload
+        base = schema.name.split("::")[1]
+        short = f"{base}.{schema.overload_name}" if schema.overload_name else base
         record.operators.setdefault(name, Counter())[phase] += 1
         given = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         record.dtypes.setdefault(name, set()).update(_dtype(t) for t in (*given, *made))
-        record.shapes.setdefault(name, set()).add(tuple(tuple(t.shape) for t in given))
 
         def breach(rule: str, detail: str = "") -> None:
             record.add(Breach(rule, name, phase, _site(), detail))
 
-        if short in SHAPE_DEPENDS_ON_DATA or schema.name.split("::")[1] in SHAPE_DEPENDS_ON_DATA:
+        if short in SHAPE_DEPENDS_ON_DATA or base in SHAPE_DEPENDS_ON_DATA:
             breach("the shape depends on data")
         if short == "_local_scalar_dense" and phase != "output":
             breach("the host waits for the device")
@@ -221,10 +215,9 @@ class Watch:
         if self._phase == "rows" or name in self.allowed.int64_moves:
             return
         if any(t.dtype in INT64 for t in (*given, *made)):
-            if schema.name.replace("::", ".") in INDEXED or name in ("embedding", "index"):
-                values = [t for i, t in enumerate(given) if i == 0] + made
-                if not any(t.dtype in INT64 for t in values):
-                    return  # int64 as an index alone
+            takes_indices = schema.name in INDEXED or name in ("embedding", "index")
+            if takes_indices and not any(t.dtype in INT64 for t in (*given[:1], *made)):
+                return  # int64 as an index alone
             phases, _ = self.allowed.int64.get(name, ("", ""))
             if self._phase not in phases.split():
                 breach("int64 arithmetic", f"{[_dtype(t) for t in given]} -> {[_dtype(t) for t in made]}")
@@ -243,10 +236,8 @@ class Watch:
             for dim, index in enumerate(args[1]):
                 if index is not None and index.dtype not in (torch.bool, torch.uint8):
                     self._check_range(index, args[0].shape[dim], breach)
-        else:
-            where = INDEXED.get(schema.name.replace("::", "."))
-            if where is not None:
-                self._check_range(args[where[1]], args[where[0]].shape[args[1]], breach)
+        elif schema.name in INDEXED:
+            self._check_range(args[2], args[0].shape[args[1]], breach)
 
     def _check_range(self, index: torch.Tensor, size: int, breach: Callable[..., None]) -> None:
         if index.numel():
@@ -297,12 +288,12 @@ class _Reads(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def watch(runner: Any, allowed: Exceptions) -> Iterator[Watch]:
+def watch(runner: Any, allowed: Exceptions, record: Record | None = None) -> Iterator[Watch]:
     """Record every operator of ``runner``'s steps until the end of the ``with``. Wraps the runner's owners."""
-    seen = Watch(runner, allowed)
+    seen = Watch(runner, allowed, record)
     with contextlib.ExitStack() as stack:
-        stack.callback(_mark_phases(runner, seen))
-        stack.callback(_mark_regions(runner, seen))
+        _mark_phases(runner, seen, stack)
+        _mark_regions(runner, seen, stack)
         stack.enter_context(_Reads(seen))
         stack.enter_context(_Operators(seen))
         yield seen
@@ -310,100 +301,83 @@ def watch(runner: Any, allowed: Exceptions) -> Iterator[Watch]:
 
 # The moments of a step
 
-
-def _count_sampled(seen: Watch) -> str:
-    seen.record.num_sampled += 1
-    return "sampler"
+Context = contextlib.AbstractContextManager[Any]
 
 
-def _mark_phases(runner: Any, seen: Watch) -> Callable[[], None]:
-    """Replace methods of the runner's owners by ones that name their phase; returns what puts them back."""
-    undo: list[Callable[[], None]] = []
-
-    def around(owner: Any, method: str, phase_of: Callable[..., str]) -> None:
-        original = getattr(owner, method)
-
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            with seen.phase(phase_of(*args)):
-                return original(*args, **kwargs)
-
-        def steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            iterator = original(*args, **kwargs)
-            while True:
-                with seen.phase(phase_of(*args)):
-                    item = next(iterator, None)
-                if item is None:
-                    return
-                yield item
-
-        owner.__dict__[method] = steps if method == "build" else inside
-        undo.append(lambda: owner.__dict__.pop(method))
-
-    around(runner.inputs, "build", lambda *_: "inputs")
-    around(runner.inputs, "remember", lambda *_: "inputs")
-    around(runner.store, "before_forward", lambda *_: "store")
-    around(runner.store, "save", lambda *_: "store")
-    around(runner.graphs, "run", lambda inputs: "prefill" if inputs.attn.prefill is not None else "decode")
-    around(runner.graphs, "logits", lambda *_: "logits")
-    around(runner.graphs, "prompt_logits", lambda *_: "logits")
-    around(runner.sampling, "score_prompt", lambda *_: "sampler")
-    around(runner.sampling, "sample", lambda *_: _count_sampled(seen))
-    around(runner.sampling, "_update_rows", lambda *_: "rows")
-    around(runner.sampling, "collect", lambda *_: "output")
-    around(runner, "_logits_of", lambda *_: "logits")
-    around(runner, "sample_tokens", lambda *_: "output")
-    around(runner, "execute_model", lambda *_: "inputs")
-    return lambda: [put_back() for put_back in reversed(undo)]  # type: ignore[return-value]
+def _put(stack: contextlib.ExitStack, owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """``function`` in the place of the owner's method, or function of its own, until the stack ends."""
+    own = owner.__dict__
+    if name in own:
+        stack.callback(own.__setitem__, name, own[name])
+    else:
+        stack.callback(own.pop, name)
+    own[name] = function
 
 
-def _mark_regions(runner: Any, seen: Watch) -> Callable[[], None]:
-    """Mark the modules that would be compiled, and the logits product."""
-    open_regions: list[contextlib.AbstractContextManager[None]] = []
-
-    def enter(module: Any, args: Any, kwargs: Any) -> None:
-        region = seen.region([args, kwargs])
-        region.__enter__()
-        open_regions.append(region)
-
-    def leave(module: Any, args: Any, kwargs: Any, out: Any) -> None:
-        open_regions.pop().__exit__(None, None, None)
-
-    handles = []
-    undo: list[Callable[[], None]] = []
-    for module in runner.model.modules():
-        if hasattr(module, "_forward_impl"):  # vLLM's experts, opaque to a mode that is entered outside of them
-            undo.append(_see_inside(module, "_forward_impl", seen))
-    for module in regions(runner.model):
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave, with_kwargs=True))
-    product = runner.graphs._logits
-
-    def logits(hidden: torch.Tensor) -> torch.Tensor:
-        with seen.region([hidden]):
-            return product(hidden)
-
-    runner.graphs._logits = logits
-
-    def put_back() -> None:
-        runner.graphs._logits = product
-        for handle in handles:
-            handle.remove()
-        for undone in undo:
-            undone()
-
-    return put_back
-
-
-def _see_inside(owner: Any, method: str, seen: Watch) -> Callable[[], None]:
-    """Record what an operator of Python code is made of; returns what puts the method back."""
-    original = getattr(owner, method)
+def _within(stack: contextlib.ExitStack, owner: Any, name: str, context: Callable[..., Context]) -> None:
+    """Each call of the method is made inside ``context(*its arguments)``."""
+    original = getattr(owner, name)
 
     def inside(*args: Any, **kwargs: Any) -> Any:
-        with _Operators(seen):
+        with context(*args, **kwargs):
             return original(*args, **kwargs)
 
-    owner.__dict__[method] = inside
-    return lambda: owner.__dict__.pop(method)
+    _put(stack, owner, name, inside)
+
+
+def _mark_phases(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
+    """The methods of the runner's owners name their phase."""
+
+    def phase(owner: Any, method: str, name: str) -> None:
+        _within(stack, owner, method, lambda *_, **__: seen.phase(name))
+
+    def forward(inputs: Any) -> Context:
+        return seen.phase("prefill" if inputs.attn.prefill is not None else "decode")
+
+    def sample(*_: Any) -> Context:
+        seen.record.num_sampled += 1
+        return seen.phase("sampler")
+
+    build = runner.inputs.build
+
+    def built(*args: Any) -> Iterator[Any]:
+        """What a generator does belongs to its phase, what is done with its items does not."""
+        items = build(*args)
+        while True:
+            with seen.phase("inputs"):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    _put(stack, runner.inputs, "build", built)
+    phase(runner.inputs, "remember", "inputs")
+    phase(runner.store, "before_forward", "store")
+    phase(runner.store, "save", "store")
+    _within(stack, runner.graphs, "run", forward)
+    phase(runner.graphs, "logits", "logits")
+    phase(runner.graphs, "prompt_logits", "logits")
+    phase(runner.sampling, "score_prompt", "sampler")
+    _within(stack, runner.sampling, "sample", sample)
+    phase(runner.sampling, "_update_rows", "rows")
+    phase(runner.sampling, "collect", "output")
+    phase(runner, "_logits_of", "logits")
+    phase(runner, "sample_tokens", "output")
+    phase(runner, "execute_model", "inputs")
+
+
+def _mark_regions(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
+    """Mark the modules that would be compiled, and the logits product."""
+
+    def region(*args: Any, **kwargs: Any) -> Context:
+        return seen.region([args, kwargs])
+
+    for module in runner.model.modules():
+        if hasattr(module, "_forward_impl"):  # vLLM's experts, opaque to a mode that is entered outside of them
+            _within(stack, module, "_forward_impl", lambda *_, **__: _Operators(seen))
+    for module in regions(runner.model):
+        _within(stack, module, "forward", region)
+    _within(stack, runner.graphs, "_logits", region)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -78,22 +78,20 @@ def main(arguments: list[str] | None = None) -> None:
     if options.tensors_on_cpu:
         device.device_type = lambda: "cpu"  # type: ignore[assignment]
     from vllm_gaudi.testing.engine import engine  # vLLM asks for the device's name when it is imported
-    from vllm_gaudi.testing.operators import watch
+    from vllm_gaudi.testing.operators import Record, watch
 
-    found: dict[str, Any] = {"phases": {}, "dtypes": {}, "breaches": {}, "reads": {}, "steps": 0}
+    record = Record()
     for checkpoint in options.checkpoints:
-        with engine(checkpoint, **FLAGS, async_scheduling=not options.sync) as serving:
-            with watch(serving.runner, ALLOWED) as seen:
-                exercise(serving)
-            record = seen.record
-        for name, phases in record.phases().items():
-            found["phases"][name] = sorted(phases | set(found["phases"].get(name, ())))
-            found["dtypes"][name] = sorted(record.dtypes[name] | set(found["dtypes"].get(name, ())))
-        for breach, count in record.breaches.items():
-            found["breaches"][str(breach)] = found["breaches"].get(str(breach), 0) + count
-        for site, count in record.reads.items():
-            found["reads"][site] = found["reads"].get(site, 0) + count
-        found["steps"] += record.num_sampled
+        flags = {**FLAGS, "async_scheduling": not options.sync}
+        with engine(checkpoint, **flags) as serving, watch(serving.runner, ALLOWED, record):
+            exercise(serving)
+    found = {
+        "phases": {name: sorted(phases) for name, phases in record.operators.items()},
+        "dtypes": {name: sorted(dtypes) for name, dtypes in record.dtypes.items()},
+        "breaches": {str(breach): count for breach, count in record.breaches.items()},
+        "reads": record.reads,
+        "steps": record.num_sampled,
+    }
     print("FACTS " + json.dumps(found))
 
 
