@@ -58,7 +58,7 @@ def test_states_are_compared_in_a_fresh_compilation(setting):
     ],
 )
 def test_a_state_that_is_not_the_cold_one_is_seen_also_with_a_devices_tolerance(setting, fault, said):
-    with poison.variables(setting.environment(warm_up=False)):
+    with process.variables(setting.environment(warm_up=False)):
         found = state.compare(setting.to_json(), fault)
     found["late_shapes"] = 0  # nothing was warmed up here
     with pytest.raises(AssertionError, match=said):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from tools.nightly import process, report
@@ -44,12 +43,12 @@ def check(rows: Sequence[dict[str, Any]], floor: float) -> None:
 
 def run(setting: Setting) -> list[dict[str, Any]]:
     """Measures, writes the table and checks it; returns its rows."""
-    if setting.is_device:
-        arguments = {"layers": 6, "sizes": [1, 2, 4, 8, 16, 32], "repeats": 7}
-        log = Path(setting.out) / "logs" / "bandwidth.log"
-        rows = process.call("tools.nightly.bandwidth:measure", arguments, {}, log)
-    else:
-        rows = measure(layers=3, sizes=[1, 2], repeats=2)
+    arguments = (
+        {"layers": 6, "sizes": [1, 2, 4, 8, 16, 32], "repeats": 7}
+        if setting.is_device
+        else {"layers": 3, "sizes": [1, 2], "repeats": 2}
+    )
+    rows = process.apply(setting, "tools.nightly.bandwidth:measure", arguments, {}, "bandwidth")
     report.write(setting.out, "bandwidth", "Checkpoints against a plain copy: copy's time / store's time", rows)
     check(rows, FLOOR if setting.is_device else 0.0)
     return rows

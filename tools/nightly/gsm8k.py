@@ -28,7 +28,7 @@ from typing import Any
 
 from tools import demo
 from tools.nightly import report
-from tools.nightly.poison import variables
+from tools.nightly.process import variables
 from tools.nightly.setting import ROOT
 
 PINS = ROOT / "requirements" / "nightly.txt"

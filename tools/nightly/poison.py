@@ -9,32 +9,14 @@ Ordering rule: each run is a process of its own on a device; the poison is count
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from tools.nightly import process, report
 from tools.nightly.setting import Setting, from_json
 
 POOL_BLOCKS = 30  # less than the load's conversations need at once, so blocks change hands between the groups
-
-
-@contextlib.contextmanager
-def variables(values: Mapping[str, str]) -> Iterator[None]:
-    """``values`` in this process's environment while inside."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def answers(setting: Mapping[str, Any], fault: str = "") -> dict[str, Any]:
@@ -90,12 +72,7 @@ def run(setting: Setting, fault: str = "") -> list[dict[str, Any]]:
     for name, poison in (("zeros", False), ("NaN", True)):
         environment = setting.environment(warm_up=setting.is_device, poison=poison)
         arguments: dict[str, Any] = {"setting": setting.to_json(), "fault": fault}
-        if setting.is_device:
-            log = Path(setting.out) / "logs" / f"poison-{name}.log"
-            found[name] = process.call("tools.nightly.poison:answers", arguments, environment, log)
-        else:
-            with variables(environment):
-                found[name] = answers(**arguments)
+        found[name] = process.apply(setting, "tools.nightly.poison:answers", arguments, environment, f"poison-{name}")
     rows = [
         {
             "caches start as": name,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A function in a process of its own: it takes JSON, gives JSON, and whatever it held is free when it has ended.
 
-Owns: the command, the log, and the empty caches of a fresh compilation. Never: an import of torch or vLLM here: a Gaudi
-belongs to the process that touched it first, until that one ends.
+Owns: the command, the log, which process it is, and the empty caches of a fresh compilation. Never: an import of torch
+or vLLM here: a Gaudi belongs to the process that touched it first, until that one ends.
 
 Ordering rule: the caches of a fresh compilation are shown to be empty before the process starts.
 
@@ -11,17 +11,18 @@ Ordering rule: the caches of a fresh compilation are shown to be empty before th
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.nightly.setting import ROOT
+from tools.nightly.setting import ROOT, Setting
 
 RESULT = "RESULT "
 LAST_LINES = 30
@@ -46,6 +47,29 @@ def call(target: str, arguments: Mapping[str, Any], environment: Mapping[str, st
     return json.loads(results[0].removeprefix(RESULT))
 
 
+def apply(setting: Setting, target: str, arguments: Mapping[str, Any], environment: Mapping[str, str], log: str) -> Any:
+    """``MODULE:FUNCTION`` of ``arguments``: in a process of its own on a device, here on a host. ``log``: its name."""
+    if setting.is_device:
+        return call(target, arguments, environment, Path(setting.out) / "logs" / f"{log}.log")
+    with variables(environment):
+        return _function(target)(**arguments)
+
+
+@contextlib.contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """``values`` in this process's environment while inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def fresh_caches(folder: Path) -> dict[str, str]:
     """Variables that make a process compile everything anew, with what it keeps in ``folder``, which must be empty."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,10 +83,14 @@ def fresh_caches(folder: Path) -> dict[str, str]:
     }
 
 
+def _function(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def main(arguments: list[str]) -> None:
     target, text = arguments
-    module, _, name = target.partition(":")
-    found = getattr(importlib.import_module(module), name)(**json.loads(text))
+    found = _function(target)(**json.loads(text))
     print("\n" + RESULT + json.dumps(found), flush=True)
 
 

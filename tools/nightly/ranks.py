@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.nightly import poison, report
+from tools.nightly import process, report
 from tools.nightly.setting import Setting
 
 POOL_BLOCKS = 15
@@ -121,7 +121,7 @@ def compare(setting: Setting, num_ranks: int, fault: bool = False) -> dict[str, 
         **setting.environment(warm_up=setting.is_device, poison=True),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    with poison.variables(environment):
+    with process.variables(environment):
         os.environ.pop("PYTHONHASHSEED", None)  # with it all ranks would hash alike
         several = Ranks(setting, num_ranks)
     try:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.nightly import poison, process, report
+from tools.nightly import process, report
 from tools.nightly.setting import Setting, from_json
 
 REST = 0.25  # blocks of a prompt that no cache can hold
@@ -75,12 +75,7 @@ def run(setting: Setting) -> list[dict[str, Any]]:
     """Measures, writes the table and checks it; returns its rows."""
     arguments: dict[str, Any] = {"setting": setting.to_json(), "blocks": list(range(1, setting.longest + 1))}
     environment = setting.environment(warm_up=setting.is_device)
-    if setting.is_device:
-        log = Path(setting.out) / "logs" / "ttft.log"
-        rows = process.call("tools.nightly.ttft:measure", arguments, environment, log)
-    else:
-        with poison.variables(environment):
-            rows = measure(**arguments)
+    rows = process.apply(setting, "tools.nightly.ttft:measure", arguments, environment, "ttft")
     columns = list(rows[0])[:6]
     shown = [{column: row[column] for column in columns} for row in rows]
     report.write(setting.out, "ttft", f"Time to the first token, {Path(setting.model).name}", shown)
