@@ -15,30 +15,25 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 from vllm_gaudi import device
-from vllm_gaudi.ops.registry import load_ops
+from vllm_gaudi.ops.registry import UsesOps
 
 LOGITS_ROW_TILE = 16
 """Rows of a logits product, for prefill and decode alike, since a prompt's last row may come from either."""
 
 
-class RowTiledLinearMethod(UnquantizedLinearMethod):
+class RowTiledLinearMethod(UsesOps, UnquantizedLinearMethod):
     """vLLM's unquantised method whose product runs in tiles of the forward's ``row_tile``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._ops = load_ops()
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         tile = get_forward_context().attn_metadata.row_tile
         return self._ops.row_tiled_linear(x, layer.weight, bias, tile)
 
 
-class RowTiledLogitsMethod(UnquantizedEmbeddingMethod):
+class RowTiledLogitsMethod(UsesOps, UnquantizedEmbeddingMethod):
     """vLLM's unquantised embedding whose logits product runs in tiles of ``LOGITS_ROW_TILE`` rows, where any do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._ops = load_ops()
         self._row_tile = LOGITS_ROW_TILE if device.has_row_tiles() else 0
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -14,15 +14,11 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from vllm_gaudi.ops.registry import load_ops
+from vllm_gaudi.ops.registry import UsesOps
 
 
 @UnquantizedFusedMoEMethod.register_oot
-class HPUUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
-    def __init__(self, moe: Any):
-        super().__init__(moe)
-        self._ops = load_ops()
-
+class HPUUnquantizedFusedMoEMethod(UsesOps, UnquantizedFusedMoEMethod):
     @property
     def is_monolithic(self) -> bool:
         return True

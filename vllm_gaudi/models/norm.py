@@ -10,41 +10,34 @@ Ordering rule: registered before a model is built.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-from vllm_gaudi.ops.registry import load_ops
+from vllm_gaudi.ops.registry import UsesOps
+
+Normed: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @RMSNorm.register_oot
-class HPURMSNorm(RMSNorm):
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._ops = load_ops()
-
-    def forward_oot(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+class HPURMSNorm(UsesOps, RMSNorm):
+    def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         """The norm of ``x`` [..., hidden], or of ``x + residual`` together with that sum."""
         if not self.has_weight or self.variance_size_override is not None:
             return self.forward_native(x, residual)
-        normed, summed = self._ops.rms_norm(x, self.weight, self.variance_epsilon, residual)
-        return normed if summed is None else (normed, summed)
+        return _normed(self, x, self.weight, residual)
 
 
 @GemmaRMSNorm.register_oot
-class HPUGemmaRMSNorm(GemmaRMSNorm):
+class HPUGemmaRMSNorm(UsesOps, GemmaRMSNorm):
     """Its weight is an offset from one, added in float32."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._ops = load_ops()
-
-    def forward_oot(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         """The norm of ``x`` [..., hidden], or of ``x + residual`` together with that sum."""
-        normed, summed = self._ops.rms_norm(x, self.weight.float() + 1.0, self.variance_epsilon, residual)
-        return normed if summed is None else (normed, summed)
+        return _normed(self, x, self.weight.float() + 1.0, residual)
+
+
+def _normed(layer: Any, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> Normed:
+    normed, summed = layer._ops.rms_norm(x, weight, layer.variance_epsilon, residual)
+    return normed if summed is None else (normed, summed)

@@ -17,17 +17,13 @@ import torch
 from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding, RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import apply_interleaved_rope
 
-from vllm_gaudi.ops.registry import load_ops
+from vllm_gaudi.ops.registry import UsesOps
 
 Rotated = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @RotaryEmbedding.register_oot
-class HPURotaryEmbedding(RotaryEmbedding):
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._ops = load_ops()
-
+class HPURotaryEmbedding(UsesOps, RotaryEmbedding):
     def forward_oot(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Rotated:
         """``positions`` [T]; ``query`` and ``key`` [T, heads * head_size]; only their rotary dimensions turn."""
         table = self._match_cos_sin_cache_dtype(query).index_select(0, positions.flatten())
@@ -35,11 +31,7 @@ class HPURotaryEmbedding(RotaryEmbedding):
 
 
 @MRotaryEmbedding.register_oot
-class HPUMRotaryEmbedding(MRotaryEmbedding):
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._ops = load_ops()
-
+class HPUMRotaryEmbedding(UsesOps, MRotaryEmbedding):
     def forward_oot(
         self,
         positions: torch.Tensor,

@@ -60,6 +60,14 @@ def load_ops() -> Ops:
     return Ops(**{field.name: resolve(field.name, variant) for field in fields(Ops)})
 
 
+class UsesOps:
+    """A layer or method of vLLM's, named before its class, that has the ops of this process as ``_ops``."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._ops = load_ops()
+
+
 def resolve(name: str, variant: Variant) -> Callable[..., Any]:
     """One variant of one op, asked for explicitly. An op without an HPU variant answers with its reference.
 
