@@ -125,7 +125,7 @@ class HPUWorker(WorkerBase):
         )
 
     def _profile(self, specs: dict[str, KVCacheSpec]) -> int:
-        """Peak bytes of the largest prefill, run on a pool of one block that is dropped again."""
+        """Peak bytes of the largest prefill, run on a pool of one block, which the caller drops."""
         attention = [name for name, spec in specs.items() if not isinstance(spec, MambaSpec)]
         gdn = [name for name, spec in specs.items() if isinstance(spec, MambaSpec)]
         groups = [KVCacheGroupSpec(attention, specs[attention[0]])]
@@ -139,7 +139,6 @@ class HPUWorker(WorkerBase):
                 self.model_runner.profile_run()
                 device.synchronize()
         self.model_runner.graphs.warm_shapes.clear()
-        gc.collect()
         return peak.bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

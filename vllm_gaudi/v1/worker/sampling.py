@@ -232,17 +232,19 @@ class PromptLogprobs:
 
     def fill(self, request: RequestState, start: int, chunk: LogprobsTensors, num_logprobs: int) -> None:
         """Positions ``start`` .. of the request's prompt have these logprobs (``[n, num_logprobs + 1]``)."""
-        known = self._partial.get(request.req_id)
-        if known is None or known.request is not request:
-            known = self._partial[request.req_id] = PromptScores(request, num_logprobs)
-        known.add(start, chunk)
+        scores = self._partial[request.req_id] = self._of(request, num_logprobs)
+        scores.add(start, chunk)
 
     def take(self, request: RequestState, num_logprobs: int) -> PromptScores:
         """The finished prompt's logprobs (no rows for a prompt of one token)."""
-        known = self._partial.pop(request.req_id, None)
-        if known is None or known.request is not request:
-            return PromptScores(request, num_logprobs)
-        return known
+        scores = self._of(request, num_logprobs)
+        self._partial.pop(request.req_id, None)
+        return scores
+
+    def _of(self, request: RequestState, num_logprobs: int) -> PromptScores:
+        """What is known of this very request; another one may have had its id."""
+        known = self._partial.get(request.req_id)
+        return known if known is not None and known.request is request else PromptScores(request, num_logprobs)
 
     def forget(self, req_ids: set[str]) -> None:
         for req_id in req_ids:
