@@ -22,7 +22,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,6 @@ import workloads  # noqa: E402
 NUM_GDN_GROUPS = 3
 OUT = ROOT / ".cache" / "bench"
 CHECKPOINTS = ROOT / ".cache" / "checkpoints"
-GOOD = 0.005
-"""Seconds below which a difference of times is the clock's."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ class Engine:
             env={**os.environ, **column.environment},
             text=True,
         )
-        self.import_seconds = self._answer()["import"]
+        self._answer()  # vLLM is imported
         self._flags: dict[str, Any] | None = None
         self.facts: dict[str, Any] = {}
 
@@ -130,11 +127,6 @@ class Engine:
 # What a run gave
 
 
-def boundaries(tokens: Sequence[int], most: int, block_size: int) -> list[tuple[int, ...]]:
-    """Prefixes of ``tokens`` that end on a block boundary and have at most ``most`` tokens, shortest first."""
-    return [tuple(tokens[:end]) for end in range(block_size, most + 1, block_size)]
-
-
 def reachable(requests: list[dict[str, Any]], block_size: int) -> list[int]:
     """For each request the tokens that a cache which forgets nothing could have given it.
 
@@ -148,11 +140,11 @@ def reachable(requests: list[dict[str, Any]], block_size: int) -> list[int]:
             over = ended.pop(0)
             for answer in over["answers"]:
                 whole = over["prompt"] + answer
-                known.update(map(hash, boundaries(whole, len(whole) - 1, block_size)))
+                known.update(map(hash, workloads.boundaries(whole, len(whole) - 1, block_size)))
         prompt = request["prompt"]
-        hits = (len(p) for p in boundaries(prompt, len(prompt) - 1, block_size) if hash(p) in known)
+        hits = (len(p) for p in workloads.boundaries(prompt, len(prompt) - 1, block_size) if hash(p) in known)
         found[id(request)] = max(hits, default=0)
-        known.update(map(hash, boundaries(prompt, len(prompt), block_size)))
+        known.update(map(hash, workloads.boundaries(prompt, len(prompt), block_size)))
     return [found[id(request)] for request in requests]
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
+from workloads import boundaries
 
 from vllm_gaudi.testing import checkpoints
 from vllm_gaudi.testing.engine import engine
@@ -89,11 +90,6 @@ WORKLOADS: dict[str, Callable[[random.Random], list[Session]]] = {
 }
 
 
-def prefixes(tokens: list[int], most: int) -> list[tuple[int, ...]]:
-    """The prefixes of ``tokens`` that end on a boundary, of at most ``most`` tokens, shortest first."""
-    return [tuple(tokens[: k * B]) for k in range(1, most // B + 1)]
-
-
 def needed_blocks(sessions: list[Session], num_groups: int) -> int:
     """Blocks that all conversations take when they have ended: attention of distinct prefixes, one checkpoint each."""
     seen: set[tuple[int, ...]] = set()
@@ -101,7 +97,7 @@ def needed_blocks(sessions: list[Session], num_groups: int) -> int:
         whole: list[int] = []
         for new, answer in session:
             whole = whole + new + answer
-        seen.update(prefixes(whole, len(whole)))
+        seen.update(boundaries(whole, len(whole), B))
     return len(seen) + len(sessions) * (num_groups - 1)
 
 
@@ -118,9 +114,9 @@ def play(bench: ModelFree, sessions: list[Session]) -> tuple[int, int]:
                 new, answer = session[turn]
                 request = bench.add(histories[n] + new, answer)
                 for _, twin in running:
-                    seen.update(prefixes(twin.prompt, len(twin.prompt)))
-                known = (len(prefix) for prefix in prefixes(request.prompt, len(request.prompt) - 1) if prefix in seen)
-                reachable += max(known, default=0)
+                    seen.update(boundaries(twin.prompt, len(twin.prompt), B))
+                ends = boundaries(request.prompt, len(request.prompt) - 1, B)
+                reachable += max((len(prefix) for prefix in ends if prefix in seen), default=0)
                 played.append(request)
                 # Two in flight: the next one comes while this one is being answered.
                 running.append((n, request))
@@ -135,7 +131,7 @@ def play(bench: ModelFree, sessions: list[Session]) -> tuple[int, int]:
 def _settle(running: list[tuple[int, Turn]], histories: list[list[int]], seen: set[tuple[int, ...]]) -> list:
     for n, request in running:
         histories[n] = request.prompt + request.answer
-        seen.update(prefixes(histories[n], len(histories[n]) - 1))
+        seen.update(boundaries(histories[n], len(histories[n]) - 1, B))
     return []
 
 

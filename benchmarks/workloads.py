@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 FIRST_TOKEN = 10
@@ -188,6 +188,11 @@ def make(name: str, block_size: int, vocabulary: int, seed: int, scale: float) -
     return WORKLOADS[name].make(texts, scale)
 
 
+def boundaries(tokens: Sequence[int], most: int, block_size: int) -> list[tuple[int, ...]]:
+    """Prefixes of ``tokens`` that end on a block boundary and have at most ``most`` tokens, shortest first."""
+    return [tuple(tokens[:end]) for end in range(block_size, most + 1, block_size)]
+
+
 def needed_blocks(sessions: list[Session], block_size: int, num_gdn_groups: int) -> int:
     """Blocks that all sessions hold at their end: attention of distinct prompts' prefixes, a checkpoint per session."""
     seen: set[int] = set()
@@ -196,12 +201,9 @@ def needed_blocks(sessions: list[Session], block_size: int, num_gdn_groups: int)
         said: list[int] = []
         for turn in session.turns:
             said += turn.new
-            for end in range(block_size, len(said) + 1, block_size):
-                key = hash(tuple(said[:end]))
-                blocks += key not in seen
-                seen.add(key)
+            seen.update(map(hash, boundaries(said, len(said), block_size)))
             blocks += turn.answer * turn.n // block_size
-    return blocks + len(sessions) * (num_gdn_groups + 1)
+    return len(seen) + blocks + len(sessions) * (num_gdn_groups + 1)
 
 
 def longest(sessions: list[Session]) -> int:
