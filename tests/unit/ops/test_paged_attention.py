@@ -9,7 +9,6 @@ from vllm_gaudi.ops import paged_attention_hpu
 from vllm_gaudi.ops.registry import resolve
 
 prefill_attention = resolve("paged_prefill_attention", "reference")
-decode_attention = resolve("paged_decode_attention", "reference")
 SPARE = 40  # number of real kernel blocks, so the id of the spare one
 SCALE = 0.2
 
@@ -34,6 +33,15 @@ class Pages:
 
     def tokens_of(self, block):
         return slice(block * self.kernel_block, (block + 1) * self.kernel_block)
+
+    def prefill(self, q, table, starts, **tile):
+        return prefill_attention(
+            q, self.k_cache, self.v_cache, table, starts, SCALE, kernel_block=self.kernel_block, **tile
+        )
+
+    def decode(self, q, flat, variant="reference", scale=SCALE):
+        decode = resolve("paged_decode_attention", variant)
+        return decode(q, self.k_cache, self.v_cache, *flat, scale, kernel_block=self.kernel_block)
 
     def table(self, members, width):
         return torch.tensor([(self.blocks[n] + [SPARE] * width)[:width] for n in members], dtype=torch.int32)
@@ -86,16 +94,7 @@ def test_prefill_is_one_causal_softmax(kernel_block, kv_heads, heads, dim, tile,
     pages = Pages(kernel_block, kv_heads, dim, lengths, dtype)
     q = torch.randn(4, queries, heads, dim).to(dtype)
     table = pages.table(range(4), -(-136 // kernel_block))
-    out = prefill_attention(
-        q,
-        pages.k_cache,
-        pages.v_cache,
-        table,
-        torch.tensor(starts, dtype=torch.int32),
-        SCALE,
-        kernel_block=kernel_block,
-        tile_tokens=tile,
-    )
+    out = pages.prefill(q, table, torch.tensor(starts, dtype=torch.int32), tile_tokens=tile)
     assert out.dtype == dtype
     assert bool(out.isfinite().all())
     for n, (length, start) in enumerate(zip(lengths, starts, strict=True)):
@@ -115,15 +114,8 @@ def test_prefill_bits_do_not_depend_on_cuts_buckets_or_batch(threads, kernel_blo
         bucket = torch.zeros(len(members), query_bucket, heads, dim)
         for row, n in enumerate(members):
             bucket[row, : stop - start] = q[n, start:stop]
-        return prefill_attention(
-            bucket,
-            pages.k_cache,
-            pages.v_cache,
-            pages.table(members, width),
-            torch.full((len(members),), start, dtype=torch.int32),
-            SCALE,
-            kernel_block=kernel_block,
-            tile_tokens=tile,
+        return pages.prefill(
+            bucket, pages.table(members, width), torch.full((len(members),), start, dtype=torch.int32), tile_tokens=tile
         )[:, : stop - start]
 
     narrow = -(-160 // kernel_block)
@@ -148,9 +140,7 @@ def test_prefill_reads_no_block_outside_its_table():
         cache[pages.tokens_of(SPARE)] = 0.0  # the contract: finite wherever the table points
         cache[pages.tokens_of(pages.blocks[0][-1])][8:] = 0.0
     q = torch.randn(1, 40, 2, 8)
-    out = prefill_attention(
-        q, pages.k_cache, pages.v_cache, pages.table([0], 5), lengths_of(0), SCALE, kernel_block=pages.kernel_block
-    )
+    out = pages.prefill(q, pages.table([0], 5), lengths_of(0))
     assert bool(out.isfinite().all())
 
 
@@ -159,9 +149,7 @@ def test_prefill_lets_nan_in_a_reachable_row_through():
     pages = Pages(16, 1, 8, [40])
     pages.v_cache[pages.tokens_of(pages.blocks[0][-1])][8:] = NAN
     q = torch.randn(1, 40, 2, 8)
-    out = prefill_attention(
-        q, pages.k_cache, pages.v_cache, pages.table([0], 5), lengths_of(0), SCALE, kernel_block=pages.kernel_block
-    )
+    out = pages.prefill(q, pages.table([0], 5), lengths_of(0))
     assert not bool(out.isfinite().all())
 
 
@@ -172,9 +160,7 @@ def test_decode_is_one_softmax(variant, kernel_block, kv_heads, heads, dim, tile
     lengths = [1, 16, 75, 128, 17]
     pages = Pages(kernel_block, kv_heads, dim, lengths, dtype, rest=NAN)  # behind a length, and in the spare block
     q = torch.randn(5, heads, dim).to(dtype)
-    out = resolve("paged_decode_attention", variant)(
-        q, pages.k_cache, pages.v_cache, *pages.flat(range(5), pads=3), SCALE, kernel_block=kernel_block
-    )
+    out = pages.decode(q, pages.flat(range(5), pads=3), variant)
     assert out.dtype == dtype
     for n, length in enumerate(lengths):
         visible = torch.ones(1, length, dtype=torch.bool)
@@ -187,19 +173,9 @@ def test_decode_is_one_softmax(variant, kernel_block, kv_heads, heads, dim, tile
 @pytest.mark.parametrize("pads", [0, 1, 6])
 def test_decode_rows_without_blocks_are_zero_and_pads_disturb_nobody(variant, pads, pad_row):
     pages = Pages(16, 2, 8, [40, 5, 16])
-    decode = resolve("paged_decode_attention", variant)
     q = torch.randn(4, 4, 8)
-    out = decode(
-        q,
-        pages.k_cache,
-        pages.v_cache,
-        *pages.flat([0, None, 1, 2], pads, pad_row),
-        SCALE,
-        kernel_block=pages.kernel_block,
-    )
-    want = decode(
-        q[[0, 2, 3]], pages.k_cache, pages.v_cache, *pages.flat([0, 1, 2]), SCALE, kernel_block=pages.kernel_block
-    )
+    out = pages.decode(q, pages.flat([0, None, 1, 2], pads, pad_row), variant)
+    want = pages.decode(q[[0, 2, 3]], pages.flat([0, 1, 2]), variant)
     assert torch.equal(out[1], torch.zeros(4, 8))
     if variant == "reference":
         assert torch.equal(out[[0, 2, 3]], want)
@@ -213,20 +189,17 @@ def test_decode_skips_empty_entries_inside_a_row(variant):
     blocks, rows, lens, first = pages.flat([0])
     spare, empty = torch.tensor([SPARE], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     q = torch.randn(1, 2, 8)
-    decode = resolve("paged_decode_attention", variant)
-    want = decode(q, pages.k_cache, pages.v_cache, blocks, rows, lens, first, SCALE, kernel_block=pages.kernel_block)
+    want = pages.decode(q, (blocks, rows, lens, first), variant)
     for at in (0, 1, 3):
         gap = [torch.cat((x[:at], y, x[at:])) for x, y in ((blocks, spare), (rows, empty), (lens, empty))]
-        out = decode(q, pages.k_cache, pages.v_cache, *gap, first, SCALE, kernel_block=pages.kernel_block)
+        out = pages.decode(q, (*gap, first), variant)
         torch.testing.assert_close(out, want)
 
 
 def test_decode_with_nothing_but_pads_is_zero():
     pages = Pages(16, 1, 8, [], rest=NAN)
     for variant in VARIANTS:
-        out = resolve("paged_decode_attention", variant)(
-            torch.randn(2, 1, 8), pages.k_cache, pages.v_cache, *pages.flat([None, None], 3), SCALE, kernel_block=16
-        )
+        out = pages.decode(torch.randn(2, 1, 8), pages.flat([None, None], 3), variant)
         assert torch.equal(out, torch.zeros(2, 1, 8))
 
 
@@ -235,18 +208,11 @@ def test_decode_bits_do_not_depend_on_the_other_rows(threads, kernel_block, kv_h
     lengths = [131, 16, 75, 1, 140, 47]
     pages = Pages(kernel_block, kv_heads, dim, lengths)
     q = torch.randn(6, heads, dim)
-    alone = [
-        decode_attention(
-            q[n : n + 1], pages.k_cache, pages.v_cache, *pages.flat([n]), SCALE, kernel_block=kernel_block
-        )[0]
-        for n in range(6)
-    ]
+    alone = [pages.decode(q[n : n + 1], pages.flat([n]))[0] for n in range(6)]
     for members in (range(6), [5, 4, 3, 2, 1, 0], [0, 2], [3, 0, 1]):
         for pads in (0, 1, 29):
             flat = pages.flat(members, pads)
-            out = decode_attention(
-                q[list(members)], pages.k_cache, pages.v_cache, *flat, SCALE, kernel_block=pages.kernel_block
-            )
+            out = pages.decode(q[list(members)], flat)
             for row, n in enumerate(members):
                 assert torch.equal(out[row], alone[n])
 
@@ -256,9 +222,7 @@ def test_decode_survives_large_scores(variant):
     pages = Pages(16, 1, 8, [40])
     pages.k_cache *= 300
     q = torch.randn(1, 2, 8) * 30
-    out = resolve("paged_decode_attention", variant)(
-        q, pages.k_cache, pages.v_cache, *pages.flat([0], 1), 1.0, kernel_block=16
-    )
+    out = pages.decode(q, pages.flat([0], 1), variant, scale=1.0)
     want = attention(q, pages.key[0] * 300, pages.value[0], torch.ones(1, 40, dtype=torch.bool), 1.0)
     assert error(out, want) < 1e-5
 
@@ -267,35 +231,17 @@ def test_inputs_are_not_written():
     pages = Pages(16, 2, 8, [40, 5])
     q = torch.randn(2, 40, 4, 8)
     before = [x.clone() for x in (q, pages.k_cache, pages.v_cache)]
-    prefill_attention(
-        q,
-        pages.k_cache,
-        pages.v_cache,
-        pages.table([0, 1], 3),
-        lengths_of(0, 0),
-        SCALE,
-        kernel_block=pages.kernel_block,
-    )
-    decode_attention(q[:, 0], pages.k_cache, pages.v_cache, *pages.flat([0, 1]), SCALE, kernel_block=pages.kernel_block)
+    pages.prefill(q, pages.table([0, 1], 3), lengths_of(0, 0))
+    pages.decode(q[:, 0], pages.flat([0, 1]))
     assert all(torch.equal(x, y) for x, y in zip((q, pages.k_cache, pages.v_cache), before, strict=True))
 
 
 def test_no_unwritten_scratch_is_read(poisoned_empty):
     pages = Pages(16, 2, 8, [40, 5])
     q = torch.randn(2, 40, 4, 8)
-    out = prefill_attention(
-        q,
-        pages.k_cache,
-        pages.v_cache,
-        pages.table([0, 1], 3),
-        lengths_of(0, 0),
-        SCALE,
-        kernel_block=pages.kernel_block,
-    )
+    out = pages.prefill(q, pages.table([0, 1], 3), lengths_of(0, 0))
     assert bool(out.isfinite().all())
-    out = decode_attention(
-        q[:, 0], pages.k_cache, pages.v_cache, *pages.flat([0, 1], 2), SCALE, kernel_block=pages.kernel_block
-    )
+    out = pages.decode(q[:, 0], pages.flat([0, 1], 2))
     assert bool(out.isfinite().all())
 
 
@@ -310,7 +256,5 @@ def test_what_the_hpu_prefill_feeds_its_kernel(kernel_block, kv_heads, heads, di
     )
     bias = paged_attention_hpu.visibility_bias(starts, 40, key.shape[2], torch.float32)
     out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), key, value, bias, scale=SCALE)
-    want = prefill_attention(
-        q, pages.k_cache, pages.v_cache, table, starts, SCALE, kernel_block=kernel_block, tile_tokens=tile
-    )
+    want = pages.prefill(q, table, starts, tile_tokens=tile)
     torch.testing.assert_close(out.transpose(1, 2), want)
