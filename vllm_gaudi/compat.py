@@ -61,6 +61,15 @@ ROWS: tuple[Row, ...] = (
         removal="torch.compile takes the limit, or counts per module",
         test="test_dynamo_s_limit_is_below_the_ladder",
     ),
+    Row(
+        symbol="the class of each vllm Attention instance",
+        symptom="each attention layer has compiled graphs of its own, for every shape of the bucket ladder",
+        cause="vLLM's attention looks itself up by its name in the forward's context, which a compiler takes for a "
+        "constant; unlike its linear, norm, rotary and GDN layers it has no `register_oot`",
+        versions="vLLM 0.30",
+        removal="Attention can be registered out of tree, or calls its implementation with what it holds itself",
+        test="test_vllm_s_attention_has_no_door_and_looks_itself_up_by_name",
+    ),
 )
 
 _torchvision_library: Any = None
@@ -104,6 +113,13 @@ def allow_compiled_shapes(count: int) -> None:
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
+
+
+def extend(layer: Any, subclass: type) -> None:
+    """Make ``layer``, an instance of one of vLLM's classes, an instance of ``subclass``, which adds no state."""
+    if not issubclass(subclass, type(layer)):
+        raise TypeError(f"{subclass.__name__} is no subclass of {type(layer).__name__}")
+    layer.__class__ = subclass
 
 
 def make_accelerator_calls_harmless() -> None:

@@ -66,12 +66,11 @@ def test_compiled_layers_give_what_eager_ones_give_without_a_break_or_a_late_gra
     with engine(path, **FLAGS) as serving:
         graphs = serving.runner.graphs
         assert graphs.backend == "aot_eager"
-        num_layers = serving.core.vllm_config.model_config.hf_text_config.num_hidden_layers
+        # All layers of a kind share a shape's graph, however many they are; the first has a graph of its own, since it
+        # has no residual yet. The logits are one more.
+        kinds = 2 if model == "llama" else 3
         made = counters["stats"]["unique_graphs"]
-        # Layers of a kind share a shape's graph, but for the first, which has no residual yet; vLLM's Llama layers
-        # share none. One more for the logits.
-        kinds = num_layers if model == "llama" else 3
-        assert len(graphs.warm_shapes) < made <= (kinds + 2) * len(graphs.warm_shapes)
+        assert len(graphs.warm_shapes) < made <= (kinds + 1) * len(graphs.warm_shapes)
         assert not counters["graph_break"], dict(counters["graph_break"])
         answers = random_load(serving, prompt)
         assert sum(bool(result.cached_tokens) for _, _, result in answers) >= 3

@@ -218,3 +218,31 @@ def test_dynamo_s_limit_is_below_the_ladder(monkeypatch):
     assert config.recompile_limit == config.accumulated_recompile_limit == 1000
     compat.allow_compiled_shapes(10)
     assert config.recompile_limit == 1000
+
+
+def test_vllm_s_attention_has_no_door_and_looks_itself_up_by_name():
+    tree = ast.parse(host_file("vllm", "model_executor/layers/attention/attention.py").read_text())
+    attention = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Attention")
+    assert {ast.unparse(base) for base in attention.bases} == {"nn.Module", "AttentionLayerBase"}
+    assert not [ast.unparse(decorator) for decorator in attention.decorator_list]
+    forward = next(node for node in attention.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
+    calls = [node for node in ast.walk(forward) if isinstance(node, ast.Call)]
+    direct = [call for call in calls if ast.unparse(call.func) == "unified_attention_with_output"]
+    assert len(direct) == 1 and "self.layer_name" in [ast.unparse(argument) for argument in direct[0].args]
+
+
+def test_a_layer_is_extended_by_a_subclass_of_its_own_class_only():
+    class Layer:
+        def __init__(self):
+            self.held = 1
+
+    class Extended(Layer):
+        def twice(self):
+            return 2 * self.held
+
+    layer = Layer()
+    for _ in range(2):
+        compat.extend(layer, Extended)
+    assert layer.twice() == 2
+    with pytest.raises(TypeError, match="int is no subclass of Extended"):
+        compat.extend(layer, int)

@@ -31,6 +31,11 @@ class Row:
 
 ROWS: tuple[Row, ...] = (
     Row(
+        "vllm.model_executor.layers.attention.attention.Attention.forward",
+        "models.attention",
+        parameters=("self", "query", "key", "value", "output_shape", "output_dtype"),
+    ),
+    Row(
         "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase.all_gather",
         "distributed.hpu_communicator",
         parameters=("self", "input_", "dim"),

@@ -28,6 +28,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 
 from vllm_gaudi import device, envs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS, BucketGrid, DecodeBucket, PrefillBucket
+from vllm_gaudi.models.attention import install_attention
 from vllm_gaudi.models.linear import install_row_tiles
 from vllm_gaudi.v1.core.gdn_checkpoint import GDNCheckpointSpec
 from vllm_gaudi.v1.core.sched.block_size import check_groups
@@ -91,13 +92,14 @@ class HPUModelRunner:
     # Start-up
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
-        """Load weights with vLLM's loader and put the row-tiled products in. Needs the current vLLM config."""
+        """Load weights with vLLM's loader and put our products and attention in. Needs the current vLLM config."""
         load_config = self.vllm_config.load_config
         if load_dummy_weights:
             load_config.load_format = "dummy"
         loader = get_model_loader(load_config)
         self.model = loader.load_model(vllm_config=self.vllm_config, model_config=self.vllm_config.model_config)
         install_row_tiles(self.model)
+        install_attention(self.model)
         backend = None if self.vllm_config.model_config.enforce_eager else device.compile_backend()
         self.graphs = GraphRunner(self.model, self.vllm_config, backend)
 
