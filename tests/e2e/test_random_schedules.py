@@ -81,12 +81,13 @@ class World:
         runner = self.engine.runner
         sample, apply = runner.sampling.sample, runner.requests.apply
 
-        def watched_sample(step: Any, table: Any, logits: torch.Tensor, req_ids: Any, *rest: Any) -> Any:
-            assert torch.isfinite(logits).all(), f"logits of {req_ids} are not finite"
+        def watched_sample(step: Any, table: Any, place_of: Any, *rest: Any) -> Any:
+            logits = runner.sampling.logit_rows.take(list(place_of.values()), len(place_of))
+            assert torch.isfinite(logits).all(), f"logits of {list(place_of)} are not finite"
             end = dict(zip(step.req_ids, step.end.tolist(), strict=True))
-            for req_id, row in zip(req_ids, logits, strict=True):
-                self.rows.setdefault(req_id, {})[end[req_id]] = row.clone()
-            return sample(step, table, logits, req_ids, *rest)
+            for req_id, row in zip(place_of, logits, strict=True):
+                self.rows.setdefault(req_id, {})[end[req_id]] = row
+            return sample(step, table, place_of, *rest)
 
         def watched_apply(output: Any) -> Any:
             self.preempted |= output.preempted_req_ids or set()

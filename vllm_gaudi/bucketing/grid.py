@@ -19,6 +19,11 @@ from vllm_gaudi.bucketing.strategy import doubling, explicit, round_up, smallest
 MIN_ROWS = 16
 """Fewest token rows given to a matrix product (few rows change its result on a CPU)."""
 
+MOST_DECODE_TOKENS = 1 << 19
+"""Tokens of context that the sequences of one decode forward read between them; more are cut into several forwards.
+
+Bounds what a decode gathers, whatever the pool: with 2 heads of 256 in bfloat16 a GiB for keys and values."""
+
 CONFIG_KEYS = (
     "prefill_batch_buckets",
     "prefill_query_buckets",
@@ -85,7 +90,7 @@ class BucketGrid:
         self._max_boundaries = (max_context - 1) // block_size if block_size else 0
         top_query = round_up(min(max_query, max_context), query_multiple)
         row_blocks = -(-max_context // kernel_block)
-        all_blocks = max(row_blocks, min(row_blocks * max_batch, max_blocks))
+        all_blocks = max(row_blocks, min(row_blocks * max_batch, max_blocks, MOST_DECODE_TOKENS // kernel_block))
 
         def ladder(key: str, default: Sequence[int], multiple: int, highest: int) -> tuple[int, ...]:
             values = chosen.pop(key, None)

@@ -70,7 +70,8 @@ def paged_decode_attention(
     """The contract of `paged_attention.paged_decode_attention`, except its bitwise promise; row_first is unused.
 
     Each block's softmax is rescaled to its row's maximum, then a [R, F] one-hot matrix adds the blocks of a row up.
-    Empty entries enter that product as selected zeros.
+    Empty entries enter that product as selected zeros. Keys and values of all F blocks are gathered and multiplied in
+    the cache's dtype: a float32 copy of them would be the largest tensor of a step.
     """
     rows, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
@@ -78,16 +79,12 @@ def paged_decode_attention(
     token = torch.arange(kernel_block, dtype=torch.int32, device=q.device)
     unused = (token >= block_lens[:, None])[:, None, :, None]  # [F, 1, kernel_block, 1]
     key, value = (
-        cache.unflatten(0, (-1, kernel_block))
-        .index_select(0, block_list)
-        .transpose(1, 2)
-        .float()
-        .masked_fill(unused, 0.0)
+        cache.unflatten(0, (-1, kernel_block)).index_select(0, block_list).transpose(1, 2).masked_fill(unused, 0.0)
         for cache in (k_cache, v_cache)
     )  # [F, Hkv, kernel_block, D]
-    query = (q.float() * scale).index_select(0, block_rows).view(entries, kv_heads, -1, dim)
+    query = (q.float() * scale).to(key.dtype).index_select(0, block_rows).view(entries, kv_heads, -1, dim)
     lowest = torch.finfo(torch.float32).min
-    scores = (query @ key.transpose(-1, -2)).masked_fill(unused.transpose(-1, -2), lowest)
+    scores = (query @ key.transpose(-1, -2)).float().masked_fill(unused.transpose(-1, -2), lowest)
 
     owns = block_rows == torch.arange(rows, dtype=torch.int32, device=q.device)[:, None]  # bool [R, F]
     owns = owns & (block_lens > 0)
@@ -98,7 +95,8 @@ def paged_decode_attention(
 
     one_hot = owns.float()
     total = one_hot @ probs.sum(-1).view(entries, heads)
-    acc = (one_hot @ (probs @ value).view(entries, heads * dim)).view(rows, heads, dim)
+    weighted = (probs.to(value.dtype) @ value).float()
+    acc = (one_hot @ weighted.view(entries, heads * dim)).view(rows, heads, dim)
     empty = ~owns.any(1)[:, None, None]
     return (acc / total.masked_fill(empty[..., 0], 1.0)[..., None]).masked_fill(empty, 0.0).to(q.dtype)
 

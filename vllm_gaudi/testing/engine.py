@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,10 +165,11 @@ class Engine:
         sampling = self.runner.sampling
         sample = sampling.sample
 
-        def tapped(step: Any, table: Any, logits: torch.Tensor, logits_req_ids: Sequence[str], *rest: Any) -> Any:
-            for req_id, row in zip(logits_req_ids, logits, strict=True):
-                self._rows.setdefault(req_id, []).append(row.detach().clone())
-            return sample(step, table, logits, logits_req_ids, *rest)
+        def tapped(step: Any, table: Any, place_of: Mapping[str, int], *rest: Any) -> Any:
+            rows = sampling.logit_rows.take(list(place_of.values()), len(place_of))
+            for req_id, row in zip(place_of, rows, strict=True):
+                self._rows.setdefault(req_id, []).append(row)
+            return sample(step, table, place_of, *rest)
 
         sampling.sample = tapped
 

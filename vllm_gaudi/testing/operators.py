@@ -107,6 +107,7 @@ class Record:
     reads: Counter[str] = field(default_factory=Counter)
     breaches: dict[Breach, int] = field(default_factory=dict)
     num_sampled: int = 0  # steps in which tokens were sampled
+    eager_shapes: set[str] = field(default_factory=set)  # calls outside graphs: operator and shapes, each compiled once
 
     def add(self, breach: Breach) -> None:
         self.breaches[breach] = self.breaches.get(breach, 0) + 1
@@ -182,6 +183,9 @@ class Watch:
         given = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         record.dtypes.setdefault(name, set()).update(_dtype(t) for t in (*given, *made))
+
+        if not self._in_region and phase != "rows":
+            record.eager_shapes.add(f"{phase} {name} {[tuple(t.shape) for t in given]}")
 
         def breach(rule: str, detail: str = "") -> None:
             record.add(Breach(rule, name, phase, _site(), detail))
@@ -361,7 +365,10 @@ def _mark_phases(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
     _within(stack, runner.sampling, "sample", sample)
     phase(runner.sampling, "_update_rows", "rows")
     phase(runner.sampling, "collect", "output")
-    phase(runner, "_logits_of", "logits")
+    phase(runner, "_keep_logits", "logits")
+    phase(runner, "run_pads", "inputs")
+    phase(runner.sampling, "warm_up", "sampler")
+    phase(runner.store, "warm_up", "store")
     phase(runner, "sample_tokens", "output")
     phase(runner, "execute_model", "inputs")
 

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi.bucketing.grid import CONFIG_KEYS, MIN_ROWS, BucketGrid, DecodeBucket, PrefillBucket
+from vllm_gaudi.bucketing.grid import (
+    CONFIG_KEYS,
+    MIN_ROWS,
+    MOST_DECODE_TOKENS,
+    BucketGrid,
+    DecodeBucket,
+    PrefillBucket,
+)
 
 SMALL: dict[str, Any] = {
     "query_multiple": 16,
@@ -241,3 +248,18 @@ class TestBoundaries:
         assert self.grid(block_size=0).num_staging == 0
         assert self.grid(max_context=96).num_staging == 0
         assert {bucket.boundaries for bucket in self.grid(block_size=0).all_prefill()} == {0}
+
+
+@pytest.mark.parametrize(
+    "context, batch, pool, most",
+    [
+        (4096, 256, 10**6, MOST_DECODE_TOKENS // 128),  # more than one forward may read: bounded
+        (4096, 64, 10**6, 2048),  # all of the requests' contexts
+        (4096, 256, 100, 100),  # the pool
+        (2 * MOST_DECODE_TOKENS, 4, 10**6, 2 * MOST_DECODE_TOKENS // 128),  # a sequence alone always fits
+    ],
+)
+def test_what_a_decode_reads_is_bounded_whatever_the_pool(context, batch, pool, most):
+    limits = {"query_multiple": 64, "max_query": 2048, "kernel_block": 128}
+    grid = BucketGrid(max_context=context, max_batch=batch, max_blocks=pool, **limits)
+    assert grid.decode_blocks[-1] == most

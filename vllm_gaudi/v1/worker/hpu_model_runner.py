@@ -16,6 +16,7 @@ Never: tensor arithmetic, a branch on the model's family, or padding.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +58,7 @@ class PendingStep:
     """A step whose forwards are issued and whose tokens are not sampled yet."""
 
     step: StepRequests
-    logits: torch.Tensor | None  # [n, V] of the sampling requests, None where nobody samples
-    logits_req_ids: tuple[str, ...]
+    place_of: dict[str, int]  # of the requests that sample, where their logits are kept
     prompt_logprobs: dict[str, PromptScores]
 
 
@@ -117,8 +117,11 @@ class HPUModelRunner:
                     specs[name] = GDNCheckpointSpec.of(spec) if isinstance(spec, MambaSpec) else spec
         return specs
 
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate the caches, bind them to the layers, and build the owners that need their geometry."""
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *, for_profile: bool = False) -> None:
+        """Allocate the caches, bind them to the layers, and build the owners that need their geometry.
+
+        ``for_profile``: the grid is that of a pool without end, although this one may be a block.
+        """
         geometry = CacheGeometry.from_config(kv_cache_config)
         self.cached_groups = geometry.gdn_groups if self.vllm_config.cache_config.enable_prefix_caching else ()
         additional = self.vllm_config.additional_config
@@ -128,7 +131,7 @@ class HPUModelRunner:
             max_batch=self.max_num_seqs,
             max_context=self.max_model_len,
             kernel_block=geometry.kernel_block,
-            max_blocks=geometry.num_kernel_blocks,
+            max_blocks=sys.maxsize if for_profile else geometry.num_kernel_blocks,
             block_size=geometry.block_size if self.cached_groups else 0,
             overrides={key: additional[key] for key in CONFIG_KEYS if key in additional},
         )
@@ -155,7 +158,7 @@ class HPUModelRunner:
             position_axes=3 if self.vllm_config.model_config.uses_mrope else 1,
             device=self.device,
         )
-        self.sampling = SamplingState(self.vllm_config, self.device, self.max_num_seqs, self.max_model_len)
+        self.sampling = SamplingState(self.vllm_config, self.device, self.grid.decode_batches)
 
     def drop_kv_cache(self) -> None:
         """Undo ``initialize_kv_cache``: no layer and no owner holds a page or a state any more."""
@@ -184,24 +187,47 @@ class HPUModelRunner:
         self.store = GDNCheckpointStore(layout, *tensors)
 
     @torch.inference_mode()
-    def profile_run(self, bucket: PrefillBucket | DecodeBucket | None = None) -> torch.Tensor:
-        """Run one bucket of pads (the largest prefill by default) through model and logits, which are returned."""
-        inputs = self.inputs.dummy(bucket or self.grid.all_prefill()[0])
-        return self.graphs.logits(self.graphs.run(inputs), inputs.logit_rows)
+    def profile_run(self) -> None:
+        """Do what needs most memory: the largest prefill, the largest decode, and sampling for the most requests."""
+        for bucket in (self.grid.all_prefill()[0], self.grid.all_decode()[0]):
+            self.run_pads(bucket)
+        self.sampling.warm_up(run_all=False)
+
+    @torch.inference_mode()
+    def run_pads(self, bucket: PrefillBucket | DecodeBucket) -> torch.Tensor:
+        """Run one bucket of pads through model and logits, which are returned and kept as nobody's."""
+        inputs = self.inputs.dummy(bucket)
+        logits = self.graphs.logits(self.graphs.run(inputs), inputs.logit_rows)
+        self.sampling.logit_rows.add(logits, np.empty(0, np.int32))
+        return logits
 
     @torch.inference_mode()
     def warm_up(self, show_progress: bool) -> int:
         """Compile every shape of the grid and leave no trace of it in the caches; returns the number of shapes.
 
-        On Gaudi nothing runs while it is compiled, so what pads read is written anew and two shapes run for real.
+        On Gaudi nothing runs while it is compiled, so what pads read is written anew, two shapes run for real, and so
+        do the operators outside the graphs, each of which is compiled at its first run with a shape.
         """
         with device.compile_only() as nothing_ran:
-            count = warm_up(self.grid, self.profile_run, show_progress)
+            count = warm_up(self.grid, self.run_pads, show_progress)
         if nothing_ran:
             self.caches.zero_reserved()
-            validate(self.grid, self.profile_run)
+            validate(self.grid, self.run_pads)
+            self._warm_up_eager()
         self.finish_warm_up()
         return count
+
+    def _warm_up_eager(self) -> None:
+        """Run what surrounds the graphs at every size that a step may need."""
+        for buckets in (self.grid.all_prefill(), self.grid.all_decode()):
+            for bucket in {bucket.batch: bucket for bucket in buckets}.values():
+                self.run_pads(bucket)  # a decode's token ids are looked up, logits are kept
+        self.sampling.warm_up(run_all=True)
+        for rows in self.grid.decode_batches:
+            self.inputs.remember(np.empty(0, np.int32), torch.zeros(rows, dtype=torch.int32, device=self.device))
+        # A step's fresh blocks: those that its tokens fill, and one more of each request. A request has one slot.
+        fresh = -(-self.max_num_tokens // self.caches.geometry.block_size) + self.max_num_seqs
+        self.store.warm_up(self.caches.trash_row, max(fresh, self.grid.num_staging))
 
     @torch.inference_mode()
     def finish_warm_up(self) -> None:
@@ -221,23 +247,18 @@ class HPUModelRunner:
         self.store.before_forward(plan)
         if step.is_empty:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        logits: list[torch.Tensor] = []
-        req_ids: list[str] = []
+        place_of: dict[str, int] = {}
         prompt_logprobs: dict[str, PromptScores] = {}
         for inputs in self.inputs.build(step, plan.crossed):
             hidden = self.graphs.run(inputs)
             if inputs.staged is not None:
                 self.store.save(inputs.staged)
             self._score_prompts(step, inputs, hidden, prompt_logprobs)
-            sampling = [n for n, i in enumerate(inputs.members) if step.samples[i]]
-            if sampling:
-                logits.append(self._logits_of(inputs, hidden, sampling))
-                req_ids += [step.req_ids[inputs.members[n]] for n in sampling]
+            self._keep_logits(step, inputs, hidden, place_of)
         self.store.save(plan.save)
         self._pending = PendingStep(
             step=step,
-            logits=torch.cat(logits) if logits else None,
-            logits_req_ids=tuple(req_ids),
+            place_of=place_of,
             prompt_logprobs=prompt_logprobs,
         )
         return None
@@ -251,14 +272,8 @@ class HPUModelRunner:
         self.sampling.collect(self.requests)
         step = pending.step
         sampled = None
-        if pending.logits is not None:
-            sampled, token_ids = self.sampling.sample(
-                step,
-                self.requests,
-                pending.logits,
-                pending.logits_req_ids,
-                grammar_output,
-            )
+        if pending.place_of:
+            sampled, token_ids = self.sampling.sample(step, self.requests, pending.place_of, grammar_output)
             slot_of = dict(zip(step.req_ids, step.slots.tolist(), strict=True))
             self.inputs.remember(np.array([slot_of[req_id] for req_id in sampled.req_ids], np.int32), token_ids)
         self.requests.count_sampled(step)
@@ -269,12 +284,16 @@ class HPUModelRunner:
         self.sampling.forget(finished)
         self.prompt_logprobs.forget(finished)
 
-    def _logits_of(self, inputs: ModelInputs, hidden: torch.Tensor, sampling: list[int]) -> torch.Tensor:
-        """Logits [n, V] of the bucket's sequences ``sampling``; computed for all of them, since shapes are fixed."""
-        logits = self.graphs.logits(hidden, inputs.logit_rows)
-        if sampling == list(range(len(sampling))):
-            return logits[: len(sampling)]
-        return logits.index_select(0, torch.tensor(sampling, dtype=torch.int32).to(self.device, non_blocking=True))
+    def _keep_logits(
+        self, step: StepRequests, inputs: ModelInputs, hidden: torch.Tensor, place_of: dict[str, int]
+    ) -> None:
+        """Logits of the bucket's sequences that sample; computed for all of them, since shapes are fixed."""
+        places = np.full(len(inputs.members), -1, np.int32)
+        for n, i in enumerate(inputs.members):
+            if step.samples[i]:
+                places[n] = place_of[step.req_ids[i]] = len(place_of)
+        if (places >= 0).any():
+            self.sampling.logit_rows.add(self.graphs.logits(hidden, inputs.logit_rows), places)
 
     def _score_prompts(
         self,
@@ -294,10 +313,13 @@ class HPUModelRunner:
             if last > start:
                 first_row = n * inputs.attn.query
                 rows = torch.arange(first_row, first_row + inputs.attn.query, dtype=torch.int32, device=self.device)
-                targets = torch.from_numpy(request.tokens[start + 1 : last + 1].astype(np.int64))
-                targets = targets.to(self.device, non_blocking=True)
-                logits = self.graphs.prompt_logits(hidden, rows)[: last - start]
-                chunk = self.sampling.score_prompt(logits, targets, num_logprobs)
-                self.prompt_logprobs.fill(request, start, chunk, num_logprobs)
+                targets = np.zeros(inputs.attn.query, np.int64)
+                targets[: last - start] = request.tokens[start + 1 : last + 1]
+                chunk = self.sampling.score_prompt(
+                    self.graphs.prompt_logits(hidden, rows),
+                    torch.from_numpy(targets).to(self.device, non_blocking=True),
+                    num_logprobs,
+                )
+                self.prompt_logprobs.fill(request, start, last - start, chunk, num_logprobs)
             if end >= request.num_prompt:
                 finished[request.req_id] = self.prompt_logprobs.take(request, num_logprobs)

@@ -125,7 +125,7 @@ class HPUWorker(WorkerBase):
         )
 
     def _profile(self, specs: dict[str, KVCacheSpec]) -> int:
-        """Peak bytes of the largest prefill, run on a pool of one block, which the caller drops."""
+        """Peak bytes of the largest forwards and of sampling, on a pool of one block, which the caller drops."""
         attention = [name for name, spec in specs.items() if not isinstance(spec, MambaSpec)]
         gdn = [name for name, spec in specs.items() if isinstance(spec, MambaSpec)]
         groups = [KVCacheGroupSpec(attention, specs[attention[0]])]
@@ -133,7 +133,7 @@ class HPUWorker(WorkerBase):
         groups += [KVCacheGroupSpec([name], specs[name]) for name in gdn]
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.initialize_kv_cache(
-                KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+                KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups), for_profile=True
             )
             with device.PeakMemory() as peak:
                 self.model_runner.profile_run()
@@ -189,7 +189,7 @@ class HPUWorker(WorkerBase):
         return self.model_runner.sample_tokens(grammar_output)
 
     def execute_dummy_batch(self) -> None:
-        self.model_runner.profile_run(self.model_runner.grid.all_decode()[-1])
+        self.model_runner.run_pads(self.model_runner.grid.all_decode()[-1])
 
     def synchronize_device(self) -> None:
         device.synchronize()

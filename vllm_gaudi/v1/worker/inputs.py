@@ -82,7 +82,9 @@ class InputBuilder:
         self._per_block = kernel_blocks_per_block
         self._axes = position_axes
         self._device = device
-        self._last_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)  # last entry: pads
+        # Behind the slots: what pads read, and where the tokens of pads go.
+        self._last_tokens = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
+        self._pad_slot = num_slots
 
     def build(self, step: StepRequests, crossed: Mapping[int, Crossed]) -> Iterator[ModelInputs]:
         """The forwards of ``step``, in the order in which they must run.
@@ -97,8 +99,10 @@ class InputBuilder:
             yield self._prefill_inputs(step, members, crossed)
 
     def remember(self, slots: np.ndarray, token_ids: torch.Tensor) -> None:
-        """Keep sampled ``token_ids`` [n] (device) as the next input of ``slots`` [n] int32."""
-        self._last_tokens.index_copy_(0, self._upload(slots, np.int64), token_ids.to(torch.int32))
+        """Keep sampled ``token_ids`` [rows] (device) as the next input of ``slots`` [n] int32, the first n of them."""
+        rows = np.full(token_ids.shape[0], self._pad_slot + 1, np.int64)
+        rows[: len(slots)] = slots
+        self._last_tokens.index_copy_(0, self._upload(rows, np.int64), token_ids.to(torch.int32))
 
     def dummy(self, bucket: PrefillBucket | DecodeBucket) -> ModelInputs:
         """Inputs of ``bucket`` made of pads alone, for profiling and warm-up."""
@@ -286,7 +290,7 @@ class InputBuilder:
             block_lens[end - 1] = start % self._kernel_block + 1
             row_first[n] = used
             used = end
-        token_rows = np.full(bucket.rows, self._last_tokens.shape[0] - 1, np.int64)
+        token_rows = np.full(bucket.rows, self._pad_slot, np.int64)
         token_rows[:num] = token_slots
         read, write = self._state_rows(state_slots, batch)
         attn = HPUAttentionMetadata(

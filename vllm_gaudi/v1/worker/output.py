@@ -35,7 +35,7 @@ class StepOutput(AsyncModelRunnerOutput):
         tokens: list[list[int]] = []
         logprobs = None
         if self._sampled is not None:
-            tokens = self._sampled.token_ids.get().tolist()
+            tokens = self._sampled.tokens()
             if self._sampled.logprobs is not None:
                 logprobs = self._sampled.logprobs.get().tolists()
         tokens += [[] for _ in range(len(self._req_ids) - len(tokens))]

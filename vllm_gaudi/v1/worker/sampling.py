@@ -3,7 +3,7 @@
 
 Owns: vLLM's ``InputBatch`` (sampling rows only: a request is in it exactly when it samples in this step), the sampler,
 the logits processors, seeded generators, prompt logprobs.
-Never: token rows of the model, slots, block tables.
+Never: token rows of the model, slots, block tables, or how many rows a device is given (``sampling_rows``).
 
 Ordering rule: tokens sampled in the step before have reached the host (``collect``) before this step's rows are
 updated, since penalties, bad words and the minimum of tokens look at a request's output.
@@ -11,7 +11,8 @@ updated, since penalties, bad words and the minimum of tokens look at a request'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,11 +22,12 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingType
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import build_logitsprocs
-from vllm.v1.sample.sampler import Sampler
-from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_gaudi.device import HostCopy
 from vllm_gaudi.v1.worker.requests import RequestState, RequestTable, StepRequests
+from vllm_gaudi.v1.worker.sampling_rows import LogitRows, RowSampler, SamplingRows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput
@@ -34,15 +36,16 @@ if TYPE_CHECKING:
 class HostLogprobs:
     """Logprobs on their way to the host; ``get`` blocks until they have arrived."""
 
-    def __init__(self, logprobs: LogprobsTensors):
-        """``logprobs``: on the device, one row per request or position."""
+    def __init__(self, logprobs: LogprobsTensors, num_rows: int):
+        """``logprobs``: on the device, one row per request or position, ``num_rows`` of them and then pads."""
+        self._num_rows = num_rows
         self._parts = [
             HostCopy(part) for part in (logprobs.logprob_token_ids, logprobs.logprobs, logprobs.selected_token_ranks)
         ]
 
     def get(self) -> LogprobsTensors:
         """The same on the host. Safe to call again."""
-        return LogprobsTensors(*(part.get() for part in self._parts))
+        return LogprobsTensors(*(part.get()[: self._num_rows] for part in self._parts))
 
 
 @dataclass(frozen=True)
@@ -51,23 +54,34 @@ class SampledStep:
 
     req_ids: tuple[str, ...]
     admissions: tuple[int, ...]
-    token_ids: HostCopy  # [n, 1] int32
+    token_ids: HostCopy  # [rows, 1] int32; rows behind the requests are pads
     logprobs: HostLogprobs | None
+
+    def tokens(self) -> list[list[int]]:
+        """One token of each request; blocks until they are on the host."""
+        return self.token_ids.get()[: len(self.req_ids)].tolist()
 
 
 class SamplingState:
-    """``max_num_reqs`` sampling rows over a vocabulary of ``vocab_size`` tokens."""
+    """Sampling rows, as many as a step of ``row_ladder``, whose last one is the most requests of a step."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, max_num_reqs: int, max_model_len: int):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, row_ladder: Sequence[int]):
         model_config = vllm_config.model_config
         processors = model_config.logits_processors or ()
         self._device = device
         self._vocab_size = model_config.get_vocab_size()
-        self.sampler = Sampler(logprobs_mode=model_config.logprobs_mode, use_fp64_gumbel=model_config.use_fp64_gumbel)
+        self._row_ladder = tuple(row_ladder)
+        self.sampler = RowSampler(
+            model_config.max_model_len,
+            logprobs_mode=model_config.logprobs_mode,
+            use_fp64_gumbel=model_config.use_fp64_gumbel,
+        )
+        self.logit_rows = LogitRows(self._row_ladder[-1], device)
         self._wants_raw_logits = model_config.logprobs_mode in ("raw_logits", "processed_logits")
-        self._batch = InputBatch(
-            max_num_reqs=max_num_reqs,
-            max_model_len=max_model_len,
+        self._batch = SamplingRows(
+            self._row_ladder,
+            max_num_reqs=self._row_ladder[-1],
+            max_model_len=model_config.max_model_len,
             max_num_batched_tokens=1,
             device=device,
             vocab_size=self._vocab_size,
@@ -92,44 +106,59 @@ class SamplingState:
         sampled, self._in_flight = self._in_flight, None
         if sampled is None:
             return
-        tokens = sampled.token_ids.get().reshape(-1).tolist()
-        for req_id, admission, token in zip(sampled.req_ids, sampled.admissions, tokens, strict=True):
+        for req_id, admission, (token,) in zip(sampled.req_ids, sampled.admissions, sampled.tokens(), strict=True):
             table.append_sampled(req_id, admission, token)
 
     def sample(
         self,
         step: StepRequests,
         table: RequestTable,
-        logits: torch.Tensor,
-        logits_req_ids: Sequence[str],
+        place_of: Mapping[str, int],
         grammar_output: GrammarOutput | None,
     ) -> tuple[SampledStep, torch.Tensor]:
-        """Sample one token for each request of ``logits_req_ids``, whose logits are the rows of ``logits`` [n, V].
+        """Sample one token for each request of ``place_of``, whose logits ``logit_rows`` keeps at its place.
 
-        Returns the step's record and the token ids [n] on the device, both in the record's row order. ``logits`` may be
-        mutated.
+        Returns the step's record and the token ids [rows] on the device, the record's requests first.
         """
-        self._update_rows(step, table, logits_req_ids)
-        order = [self._batch.req_id_to_index[req_id] for req_id in logits_req_ids]
-        if order != list(range(len(order))):
-            rows = np.empty(len(order), np.int64)
-            rows[order] = np.arange(len(order))
-            logits = logits.index_select(0, torch.from_numpy(rows).to(self._device, non_blocking=True))
+        self._update_rows(step, table, place_of)
+        req_ids = tuple(self._batch.req_ids)
+        logits = self.logit_rows.take([place_of[req_id] for req_id in req_ids], self._batch.rows_of(len(req_ids)))
         if grammar_output is not None:
-            forbidden = forbidden_tokens(grammar_output, self._batch.req_ids, logits.shape[1])
+            forbidden = np.zeros(logits.shape, np.bool_)
+            forbidden[: len(req_ids)] = forbidden_tokens(grammar_output, req_ids, logits.shape[1])
             logits.masked_fill_(torch.from_numpy(forbidden).to(self._device, non_blocking=True), float("-inf"))
         out: SamplerOutput = self.sampler(logits=logits, sampling_metadata=self._batch.sampling_metadata)
-        req_ids = tuple(self._batch.req_ids)
+        logprobs = out.logprobs_tensors
         sampled = SampledStep(
             req_ids=req_ids,
             admissions=tuple(self._row_admission[req_id] for req_id in req_ids),
             token_ids=HostCopy(out.sampled_token_ids),
-            logprobs=None if out.logprobs_tensors is None else HostLogprobs(out.logprobs_tensors),
+            logprobs=None if logprobs is None else HostLogprobs(logprobs, len(req_ids)),
         )
         self._in_flight = sampled
         return sampled, out.sampled_token_ids.reshape(-1)
 
-    def _update_rows(self, step: StepRequests, table: RequestTable, req_ids: Sequence[str]) -> None:
+    def warm_up(self, run_all: bool) -> None:
+        """Sample pads: every number of rows, or the largest only, greedily, at random, and both with top-p and top-k.
+
+        ``logit_rows`` has been given logits of the model once.
+        """
+        for rows in self._row_ladder if run_all else self._row_ladder[-1:]:
+            for metadata in self._plain_metadata(rows):
+                self.sampler(logits=self.logit_rows.take((), rows), sampling_metadata=metadata)
+
+    def _plain_metadata(self, rows: int) -> Iterator[SamplingMetadata]:
+        nothing = dataclasses.replace(self._batch.sampling_metadata, all_greedy=True, all_random=False)
+        yield nothing
+        ones = torch.ones(rows, dtype=torch.float32, device=self._device)
+        whole = torch.full((rows,), self._vocab_size, dtype=torch.int32, device=self._device)
+        for all_random in (True, False):
+            for top_p, top_k in ((None, None), (ones, None), (None, whole), (ones, whole)):
+                yield dataclasses.replace(
+                    nothing, all_greedy=False, all_random=all_random, temperature=ones, top_p=top_p, top_k=top_k
+                )
+
+    def _update_rows(self, step: StepRequests, table: RequestTable, req_ids: Iterable[str]) -> None:
         """Make the batch hold exactly ``req_ids``; removals free rows that additions fill."""
         admission_of = dict(zip(step.req_ids, step.admissions, strict=True))
         wanted = {req_id: admission_of[req_id] for req_id in req_ids}
@@ -142,10 +171,6 @@ class SamplingState:
                 self._batch.add_request(self._state_of(table[req_id]))
                 self._row_admission[req_id] = admission
         self._batch.condense()
-        allowed = self._batch.allowed_token_ids_mask_cpu_tensor
-        if allowed is not None:
-            # vLLM moves a row's mask and leaves a copy behind, which would bind the next request in that row.
-            allowed[self._batch.num_reqs :] = False
         self._batch.refresh_metadata()
 
     def _state_of(self, request: RequestState) -> CachedRequestState:
@@ -208,9 +233,9 @@ class PromptScores:
         self._shape = (request.num_prompt - 1, num_logprobs + 1)
         self._chunks: list[tuple[int, HostLogprobs]] = []
 
-    def add(self, start: int, chunk: LogprobsTensors) -> None:
-        """Positions ``start`` .. have these logprobs [n, num_logprobs + 1]; what they had before is written over."""
-        self._chunks.append((start, HostLogprobs(chunk)))
+    def add(self, start: int, num_positions: int, chunk: LogprobsTensors) -> None:
+        """Positions ``start`` .. have the first of these logprobs [n, num_logprobs + 1], whatever they had before."""
+        self._chunks.append((start, HostLogprobs(chunk, num_positions)))
 
     def get(self) -> LogprobsTensors:
         """All positions, on the host; blocks until the last chunk has arrived."""
@@ -230,10 +255,12 @@ class PromptLogprobs:
     def __init__(self) -> None:
         self._partial: dict[str, PromptScores] = {}
 
-    def fill(self, request: RequestState, start: int, chunk: LogprobsTensors, num_logprobs: int) -> None:
-        """Positions ``start`` .. of the request's prompt have these logprobs (``[n, num_logprobs + 1]``)."""
+    def fill(
+        self, request: RequestState, start: int, num_positions: int, chunk: LogprobsTensors, num_logprobs: int
+    ) -> None:
+        """As many positions from ``start`` on of the request's prompt have the first rows of ``chunk``."""
         scores = self._partial[request.req_id] = self._of(request, num_logprobs)
-        scores.add(start, chunk)
+        scores.add(start, num_positions, chunk)
 
     def take(self, request: RequestState, num_logprobs: int) -> PromptScores:
         """The finished prompt's logprobs (no rows for a prompt of one token)."""

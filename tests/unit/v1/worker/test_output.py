@@ -76,7 +76,7 @@ class TestStepOutput:
 
     def test_logprobs_are_those_of_the_rows_that_sampled(self, sampling, step_output):
         sampled = sampling.SampledStep(
-            ("b", "a"), (0, 1), HostCopy(torch.tensor([[7], [8]])), sampling.HostLogprobs(logprobs(2, 3))
+            ("b", "a"), (0, 1), HostCopy(torch.tensor([[7], [8], [9], [9]])), sampling.HostLogprobs(logprobs(4, 3), 2)
         )
         output = step_output(step_of("a", "b", "c"), sampled, {}).get_output()
         assert output.sampled_token_ids == [[7], [8], []]
@@ -102,8 +102,8 @@ class TestPromptLogprobs:
 
     def test_chunks_are_put_where_they_belong(self, scores):
         request = self.request()
-        scores.fill(request, 3, logprobs(2, 3, first=3.0), 2)  # out of order, as after a preemption
-        scores.fill(request, 0, logprobs(3, 3), 2)
+        scores.fill(request, 3, 2, logprobs(4, 3, first=3.0), 2)  # out of order, as after a preemption; with pads
+        scores.fill(request, 0, 3, logprobs(3, 3), 2)
         whole = scores.take(request, 2).get()
         assert whole.logprobs.shape == whole.logprob_token_ids.shape == (5, 3)
         assert whole.logprobs[:, 0].tolist() == [0, 1, 2, 3, 4]
@@ -112,14 +112,14 @@ class TestPromptLogprobs:
 
     def test_a_position_that_is_run_again_is_written_over(self, scores):
         request = self.request()
-        scores.fill(request, 0, logprobs(5, 1, first=40.0), 0)
-        scores.fill(request, 1, logprobs(4, 1, first=1.0), 0)
+        scores.fill(request, 0, 5, logprobs(5, 1, first=40.0), 0)
+        scores.fill(request, 1, 4, logprobs(4, 1, first=1.0), 0)
         assert scores.take(request, 0).get().logprobs[:, 0].tolist() == [40, 1, 2, 3, 4]
 
     def test_two_requests_do_not_mix(self, scores):
         one, two = self.request("a"), self.request("b")
-        scores.fill(one, 0, logprobs(5, 1), 0)
-        scores.fill(two, 0, logprobs(5, 1, first=50.0), 0)
+        scores.fill(one, 0, 5, logprobs(5, 1), 0)
+        scores.fill(two, 0, 5, logprobs(5, 1, first=50.0), 0)
         assert scores.take(one, 0).get().logprobs[0].item() == 0
         assert scores.take(two, 0).get().logprobs[0].item() == 50
 
@@ -129,20 +129,20 @@ class TestPromptLogprobs:
 
     def test_what_was_taken_or_forgotten_is_gone(self, scores):
         request = self.request()
-        scores.fill(request, 0, logprobs(5, 1), 0)
+        scores.fill(request, 0, 5, logprobs(5, 1), 0)
         scores.take(request, 0)
         assert not scores._partial
-        scores.fill(request, 0, logprobs(5, 1), 0)
+        scores.fill(request, 0, 5, logprobs(5, 1), 0)
         scores.forget({"a", "never seen"})
         assert not scores._partial
 
     def test_another_request_under_the_same_id_starts_afresh(self, scores):
         """An id may finish and come again; chunks of the first must not show in the second's answer."""
-        scores.fill(self.request(), 0, logprobs(5, 1, first=90.0), 0)
+        scores.fill(self.request(), 0, 5, logprobs(5, 1, first=90.0), 0)
         again = self.request(num_prompt=3)
-        scores.fill(again, 0, logprobs(2, 1), 0)
+        scores.fill(again, 0, 2, logprobs(2, 1), 0)
         assert scores.take(again, 0).get().logprobs[:, 0].tolist() == [0, 1]
-        scores.fill(self.request(), 0, logprobs(5, 1, first=90.0), 0)
+        scores.fill(self.request(), 0, 5, logprobs(5, 1, first=90.0), 0)
         assert scores.take(self.request(num_prompt=1), 0).get().logprobs.shape == (0, 1)
 
 

@@ -55,6 +55,15 @@ class StateZeroer:
     def save(self, copies: RowCopies) -> None:
         """Nothing is kept."""
 
+    def warm_up(self, trash_row: int, most: int) -> None:
+        """Zero the null block and the state row ``trash_row``, at every size that up to ``most`` rows are padded to."""
+        for size in _sizes(most):
+            rows = np.full(size, trash_row, np.int32)
+            nothing = RowCopies(rows[:0], np.empty((0, 0), np.int32))
+            self.before_forward(
+                CheckpointPlan(np.zeros(size, np.int32), rows, restore=nothing, crossed={}, save=nothing)
+            )
+
     def describe(self) -> str:
         """One line for the operator."""
         return "Prefix caching keeps no GDN checkpoints"
@@ -111,6 +120,15 @@ class GDNCheckpointStore(StateZeroer):
             for group, blocks in enumerate(copies.blocks):
                 copy_rows_(self._page_side[group], self._state_side[group], self._upload(padded(blocks)), rows)
 
+    def warm_up(self, trash_row: int, most: int) -> None:
+        """As without checkpoints; and copy the null block to the state row and back."""
+        super().warm_up(trash_row, most)
+        for size in _sizes(most):
+            rows = np.full(size, trash_row, np.int32)
+            copies = RowCopies(rows, np.zeros((len(self.layout.group_ids), size), np.int32))
+            self.restore(copies)
+            self.save(copies)
+
     def read(self, group: int, block: int) -> list[torch.Tensor]:
         """For tests and tools: words of the checkpoint in ``block`` of the ``group``-th GDN group, by segment."""
         return [page[block].clone() for page in self._page_side[group]]
@@ -141,10 +159,11 @@ def _rows(state: torch.Tensor) -> torch.Tensor:
 
 
 def padded(rows: np.ndarray) -> np.ndarray:
-    """[N] int32 -> [2^k] int32, N > 0: the last entry repeated, so that the number of shapes stays small."""
-    num_pads = (1 << (len(rows) - 1).bit_length()) - len(rows)
-    return (
-        np.concatenate([rows, np.repeat(rows[-1:], num_pads)]).astype(np.int32)
-        if num_pads
-        else np.array(rows, np.int32)
-    )
+    """[N] int32 -> [size] int32, N > 0: the last entry repeated, so that the number of shapes stays small."""
+    num_pads = _sizes(len(rows))[-1] - len(rows)
+    return np.concatenate([rows, np.repeat(rows[-1:], num_pads)]).astype(np.int32)
+
+
+def _sizes(most: int) -> tuple[int, ...]:
+    """Powers of two up to the first that holds ``most`` rows."""
+    return tuple(1 << power for power in range((most - 1).bit_length() + 1))

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs outside the graphs has shapes that warm-up has had: a device compiles each of them, too.
+
+With the stub of the bridge, so that warm-up is Gaudi's. Requests of any number and length come, hit and leave; greedy,
+at random, and with top-p and top-k, alone and together.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import with_stub
+
+SCRIPT = """
+import json
+import os
+import random
+
+from vllm_gaudi import device
+
+device.device_type = lambda: "cpu"
+import torch
+from vllm import SamplingParams
+from vllm_gaudi.testing.engine import engine
+from vllm_gaudi.testing.operator_table import ALLOWED
+from vllm_gaudi.testing.operators import watch
+
+FLAGS = dict(enable_prefix_caching=True, block_size=128, max_model_len=640, max_num_seqs=6, max_num_batched_tokens=256)
+source = random.Random(int(os.environ["SEED"]))
+stem = [source.randrange(10, 500) for _ in range(384)]
+
+
+def params(**extra):
+    ways = [dict(temperature=0), dict(temperature=0.9), dict(temperature=0.9, top_p=0.8),
+            dict(temperature=0.9, top_k=4), dict(temperature=0.9, top_p=0.8, top_k=4)]
+    asked = source.choice(ways[: int(os.environ["WAYS"])])
+    return SamplingParams(max_tokens=source.randrange(1, 9), ignore_eos=True, detokenize=False, **asked, **extra)
+
+
+def load(serving, count, **extra):
+    names = []
+    for _ in range(count):
+        prompt = stem[: source.choice([0, 50, 256, 384])]
+        prompt = prompt + [source.randrange(10, 500) for _ in range(source.randrange(1, 200))]
+        names.append(serving.add(prompt, params(**extra)))
+        for _ in range(source.choice([0, 0, 1, 4])):
+            serving.step()
+    serving.run()
+    return sum(bool(serving.take(name).cached_tokens) for name in names)
+
+
+def shapes(serving, count, **extra):
+    with watch(serving.runner, ALLOWED) as seen:
+        hits = load(serving, count, **extra)
+    return seen.record.eager_shapes, hits
+
+
+with engine(os.environ["CHECKPOINT"], num_gpu_blocks_override=90, **FLAGS) as serving:
+    with watch(serving.runner, ALLOWED) as seen, torch.inference_mode():
+        serving.runner.warm_up(show_progress=False)
+    warm = seen.record.eager_shapes
+    used, hits = shapes(serving, 60)
+    penalties = dict(presence_penalty=0.5, repetition_penalty=1.2)
+    first, _ = shapes(serving, 60, **penalties)
+    second, _ = shapes(serving, 60, **penalties)
+phases = sorted({shape.split()[0] for shape in used})
+print("FACTS " + json.dumps({"hits": hits, "new": sorted(used - warm), "phases": phases, "warm": len(warm),
+      "penalties": sorted(first - warm), "later": sorted(second - warm - first), "used": len(used)}))
+"""
+
+
+def facts_of(checkpoint, script: str = SCRIPT, ways: int = 5) -> dict:
+    return with_stub.facts(
+        "-c",
+        script,
+        CHECKPOINT=str(checkpoint("next_moe")),
+        VLLM_SKIP_WARMUP="1",
+        VLLM_GAUDI_COMPILE="none",
+        VLLM_GAUDI_ROW_TILES="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        SEED="5",
+        WAYS=str(ways),
+    )
+
+
+@pytest.mark.slow
+def test_no_shape_outside_the_graphs_is_new_after_warm_up(checkpoint):
+    found = facts_of(checkpoint)
+    assert found["hits"] >= 10 and found["used"] > 50
+    assert set(found["phases"]) >= {"inputs", "store", "logits", "sampler"}
+    assert found["new"] == []
+    # Penalties are seldom asked for and not warmed up: their shapes come with the first requests and no others later.
+    assert found["penalties"] and len(found["penalties"]) < 300
+    assert found["later"] == []
+
+
+@pytest.mark.slow
+def test_rows_as_many_as_requests_would_be_new_shapes(checkpoint):
+    """The fault switch: a batch without its ladder."""
+    fault = "from vllm_gaudi.v1.worker.sampling_rows import SamplingRows\nSamplingRows.rows_of = lambda self, n: n\n"
+    found = facts_of(checkpoint, SCRIPT.replace("FLAGS = ", fault + "FLAGS = "), ways=1)
+    assert any(line.startswith("sampler") for line in found["new"])

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's input batch and sampler at sizes from ladders, so that sampling asks for shapes that are known beforehand.
+
+Owns: how many rows are sampled for n requests, what the rows behind them ask for (nothing), the lengths that penalties
+are given prompts and outputs in, and the logits of a step's sampling rows while its forwards run.
+Never: which requests sample, or what is done with their tokens (``sampling``).
+
+A device that compiles an operator per shape would otherwise compile one for every number of requests, and with
+penalties for every token.
+
+Ordering rule: ``LogitRows.add`` for each forward of a step, then one ``take``; the next step writes over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.model_executor.layers.utils import apply_penalties
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_input_batch import InputBatch
+
+from vllm_gaudi.bucketing.strategy import doubling, smallest_at_least
+
+SHORTEST_TEXT = 128
+"""Tokens: penalties are given prompts and outputs of this length and its doubles."""
+
+
+def text_lengths(max_model_len: int) -> tuple[int, ...]:
+    """Lengths in tokens that prompts and outputs are padded to."""
+    return doubling(min(SHORTEST_TEXT, max_model_len), max_model_len)
+
+
+class SamplingRows(InputBatch):
+    """vLLM's batch whose device tensors have as many rows as a step of ``row_ladder``, which ends at max_num_reqs."""
+
+    def __init__(self, row_ladder: Sequence[int], **arguments: Any):
+        self._row_ladder = tuple(row_ladder)
+        self._text_lengths = text_lengths(arguments["max_model_len"])
+        self._num_rows = 0
+        super().__init__(**arguments)
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests; while metadata is made, rows: vLLM sizes its tensors by it."""
+        return max(len(self.req_id_to_index), self._num_rows)
+
+    def rows_of(self, num_requests: int) -> int:
+        """Rows that are sampled for so many requests."""
+        return smallest_at_least(self._row_ladder, num_requests)
+
+    def refresh_metadata(self) -> None:
+        """Metadata of ``rows_of(requests)`` rows; those behind the requests ask for plain sampling."""
+        requests = len(self.req_id_to_index)
+        rows = self.rows_of(requests)
+        for values, nothing in (
+            (self.temperature_cpu, 1.0),
+            (self.top_p_cpu, 1.0),
+            (self.top_k_cpu, self.vocab_size),
+            (self.frequency_penalties_cpu, 0.0),
+            (self.presence_penalties_cpu, 0.0),
+            (self.repetition_penalties_cpu, 1.0),
+        ):
+            values[requests:rows] = nothing
+        allowed = self.allowed_token_ids_mask_cpu_tensor
+        if allowed is not None:
+            # vLLM moves a row's mask and leaves a copy behind, which would bind the next request in that row.
+            allowed[requests:] = False
+        self._num_rows = rows
+        try:
+            super().refresh_metadata()
+        finally:
+            self._num_rows = 0
+
+    def _make_prompt_token_ids_cpu_tensor(self) -> torch.Tensor:
+        """[rows, length of a ladder] int64; vocab_size where a prompt has no token."""
+        requests = len(self.req_id_to_index)
+        lengths = self.num_prompt_tokens[:requests]
+        ids = np.full(
+            (self.num_reqs, smallest_at_least(self._text_lengths, int(lengths.max()))), self.vocab_size, np.int64
+        )
+        for row, length in enumerate(lengths.tolist()):
+            ids[row, :length] = self.token_ids_cpu[row, :length]
+        return torch.from_numpy(ids)
+
+
+class RowSampler(Sampler):
+    """vLLM's sampler whose penalties are given outputs in lengths of a ladder."""
+
+    def __init__(self, max_model_len: int, **arguments: Any):
+        super().__init__(**arguments)
+        self._text_lengths = text_lengths(max_model_len)
+
+    def apply_penalties(  # type: ignore[override]  # static in vLLM, and called on the sampler
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, output_token_ids: list[list[int]]
+    ) -> torch.Tensor:
+        """Mutates ``logits`` [rows, V] and returns them; ``output_token_ids`` of the requests, the first rows."""
+        if sampling_metadata.no_penalties:
+            return logits
+        rows, vocab_size = logits.shape
+        longest = max(1, *map(len, output_token_ids)) if output_token_ids else 1
+        ids = np.full((rows, smallest_at_least(self._text_lengths, longest)), vocab_size, np.int64)
+        for row, tokens in enumerate(output_token_ids):
+            ids[row, : len(tokens)] = tokens
+        return apply_penalties(
+            logits,
+            sampling_metadata.prompt_token_ids,
+            torch.from_numpy(ids).to(logits.device, non_blocking=True),
+            sampling_metadata.presence_penalties,
+            sampling_metadata.frequency_penalties,
+            sampling_metadata.repetition_penalties,
+        )
+
+
+class LogitRows:
+    """Logits of at most ``max_rows`` sampling rows of a step, and one more row for those that nobody samples from."""
+
+    def __init__(self, max_rows: int, device: torch.device):
+        self._max_rows = max_rows
+        self._device = device
+        self._logits: torch.Tensor | None = None  # [max_rows + 1, V], made with the first logits
+
+    def add(self, logits: torch.Tensor, places: np.ndarray) -> None:
+        """Row i of a forward's ``logits`` [batch, V] is kept at ``places[i]`` (int32 [n], n <= batch), -1: nowhere.
+
+        Rows behind ``places`` are pads and are not kept either.
+        """
+        if self._logits is None:
+            self._logits = logits.new_zeros((self._max_rows + 1, logits.shape[1]))
+        rows = np.full(logits.shape[0], self._max_rows, np.int64)  # index_copy_ takes no other
+        rows[: len(places)] = np.where(places < 0, self._max_rows, places)
+        self._logits.index_copy_(0, self._upload(rows), logits)
+
+    def take(self, places: Sequence[int], num_rows: int) -> torch.Tensor:
+        """New [num_rows, V]: the rows kept at ``places``, then pads."""
+        assert self._logits is not None
+        rows = np.full(num_rows, self._max_rows, np.int32)
+        rows[: len(places)] = places
+        return self._logits.index_select(0, self._upload(rows))
+
+    def _upload(self, rows: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(rows).to(self._device, non_blocking=True)
