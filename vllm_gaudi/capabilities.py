@@ -59,6 +59,7 @@ class Facts:
     v2_model_runner: bool = False
     routed_experts_returned: bool = False
     sampling_mask_returned: bool = False
+    float64_noise: bool = False
     watermark: bool = False
     diffusion: bool = False
     profiler: bool = False
@@ -222,6 +223,11 @@ TABLE: tuple[Refusal, ...] = (
         "sampling-mask",
         lambda f: f.sampling_mask_returned,
         "returning the sampling mask is not supported; remove --return-sampling-mask",
+    ),
+    Refusal(
+        "float64-noise",
+        lambda f: f.float64_noise,
+        "sampling with float64 noise is not supported, a Gaudi computes in float32; remove --use-fp64-gumbel",
     ),
     Refusal("watermark", lambda f: f.watermark, "watermarking is not supported; remove --watermark-config"),
     Refusal("diffusion", lambda f: f.diffusion, "diffusion models are not supported; remove --diffusion-config"),

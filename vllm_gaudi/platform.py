@@ -221,6 +221,7 @@ def _facts(config: VllmConfig) -> capabilities.Facts:
         v2_model_runner=config.use_v2_model_runner,
         routed_experts_returned=model.enable_return_routed_experts,
         sampling_mask_returned=model.return_sampling_mask,
+        float64_noise=model.use_fp64_gumbel,
         watermark=config.watermark_config is not None,
         diffusion=config.diffusion_config is not None,
         profiler=config.profiler_config.profiler is not None,

@@ -163,6 +163,7 @@ CASES: dict[str, Case] = {
             Ask({"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}, env=V2),
         ),
     ),
+    "float64-noise": Case(({"float64_noise": True},), (), (Ask({"use_fp64_gumbel": True}),)),
     "watermark": Case(({"watermark": True},), (), (Ask({"watermark_config": {"algorithm": "gumbel", "key": 1}}),)),
     "diffusion": Case(({"diffusion": True},), (), (Ask({"diffusion_config": {"canvas_length": 8}}),)),
     "profiler": Case(

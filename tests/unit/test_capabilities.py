@@ -46,6 +46,7 @@ TRIGGERS: dict[str, list[dict]] = {
     "v2-model-runner": [{"v2_model_runner": True}],
     "routed-experts": [{"routed_experts_returned": True}],
     "sampling-mask": [{"sampling_mask_returned": True}],
+    "float64-noise": [{"float64_noise": True}],
     "watermark": [{"watermark": True}],
     "diffusion": [{"diffusion": True}],
     "profiler": [{"profiler": True}],

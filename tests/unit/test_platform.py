@@ -158,6 +158,7 @@ WIRES: list[tuple[dict[str, Any], str]] = [
     ({"use_v2_model_runner": True}, "v2-model-runner"),
     ({"model__enable_return_routed_experts": True}, "routed-experts"),
     ({"model__return_sampling_mask": True}, "sampling-mask"),
+    ({"model__use_fp64_gumbel": True}, "float64-noise"),
     ({"watermark_config": "asked for"}, "watermark"),
     ({"diffusion_config": "asked for"}, "diffusion"),
     ({"profiler__profiler": "torch"}, "profiler"),
