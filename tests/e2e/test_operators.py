@@ -21,7 +21,7 @@ from vllm_gaudi.testing.engine import engine, greedy
 from vllm_gaudi.testing.operator_table import ALLOWED, OPERATORS
 from vllm_gaudi.testing.operators import watch
 
-FAMILIES = ("q35_dense", "q35_moe", "next_moe", "qwen3", "qwen3_moe", "llama")
+FAMILIES = ("q35_dense", "q35_moe", "q35_vl", "q35_moe_vl", "next_moe", "qwen3", "qwen3_moe", "llama")
 REGISTERED = Path(__file__).resolve().parents[3] / "shared" / "hpu" / "hpu_ops_1.19.json"
 PATHS = ("host", "gaudi")
 COLLECT, GET_OUTPUT = "vllm_gaudi.v1.worker.sampling:collect", "vllm_gaudi.v1.worker.output:get_output"

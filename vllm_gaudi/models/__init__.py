@@ -13,7 +13,7 @@ def register_layers() -> None:
         return
     _registered = True
     from vllm_gaudi import device
-    from vllm_gaudi.models import gdn_attention, moe  # noqa: F401  (importing them registers them)
+    from vllm_gaudi.models import gdn_attention, moe, rotary  # noqa: F401  (importing them registers them)
 
     if device.is_hpu():
-        from vllm_gaudi.models import norm, rotary  # noqa: F401
+        from vllm_gaudi.models import norm  # noqa: F401

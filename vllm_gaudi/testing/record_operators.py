@@ -64,6 +64,7 @@ FLAGS: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "num_gpu_blocks_override": 60,
     "skip_tokenizer_init": False,
+    "language_model_only": True,  # for the families with vision
     "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
 }
 

@@ -166,11 +166,6 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
-        "vllm.model_executor.layers.rotary_embedding.mrope.apply_interleaved_rope",
-        "models.rotary",
-        parameters=("x", "mrope_section"),
-    ),
-    Row(
         "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod.apply",
         "models.linear",
         parameters=("self", "layer", "x", "bias"),

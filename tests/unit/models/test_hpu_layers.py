@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's norms and rotary embeddings: ours on Gaudi (with the stub of the bridge), vLLM's own on a host.
+"""vLLM's norms and rotary embeddings: ours on Gaudi (with the stub of the bridge); on a host vLLM's own norms.
 
-The references behind the ops are held against vLLM's own arithmetic bit for bit, so that a host could take either.
+The references behind the ops, and our rotary layers as they run on a host, are held against vLLM's own arithmetic bit
+for bit.
 """
 
 from __future__ import annotations
@@ -93,9 +94,9 @@ def test_on_gaudi_the_layers_are_ours_and_give_what_vllms_give():
     assert with_stub.facts("-c", LAYERS) == ON_GAUDI
 
 
-def test_on_a_host_the_layers_are_vllms_own():
+def test_on_a_host_the_norms_are_vllms_own():
     own = {
-        name: [cls.removeprefix("HPU") if cls.startswith("HPU") else cls, [], True]
+        name: [cls.removeprefix("HPU") if cls.endswith("Norm") else cls, [], True]
         for name, (cls, _, _) in ON_GAUDI.items()
     }
     assert with_stub.facts("-c", LAYERS, VLLM_USE_FAKE_HPU="1") == own
@@ -139,3 +140,55 @@ class TestReferences:
         theirs, _ = RotaryEmbedding.forward_static(at, x.flatten(1), None, 32, rotary_dim, table, is_neox)
         ours = resolve("rotary_embedding", "reference")(x, *table[at].chunk(2, dim=-1), is_neox)
         assert torch.equal(ours.flatten(1), theirs)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("is_interleaved", [False, True])
+    @pytest.mark.parametrize("section", [[2, 1, 1], [11, 11, 10], [24, 20, 20], [4, 0, 4], [1, 3, 0], [0, 2, 6]])
+    def test_three_axes_have_the_bits_of_vllms(self, section, is_interleaved, dtype):
+        """Positions differ by axis, so that an angle taken from another axis shows; and text's, one for all axes."""
+        rotary, query, key = rotary_layer(section, is_interleaved, dtype)
+        at = torch.stack([torch.randperm(64)[:9] for _ in range(3)]).int()
+        for positions in (at, at[0]):
+            ours, theirs = rotary.forward_oot(positions, query, key), rotary.forward_native(positions, query, key)
+            assert type(rotary).__name__ == "HPUMRotaryEmbedding"
+            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        one_place = rotary.forward_oot(at[:1].expand(3, -1), query, key)
+        assert all(torch.equal(one, other) for one, other in zip(one_place, ours, strict=True))
+
+    def test_the_axes_are_chosen_when_the_layer_is_built(self):
+        """A call makes no tensor to choose by: vLLM counts channels, in int64, each time."""
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Dtypes(TorchDispatchMode):
+            seen: set[torch.dtype] = set()  # noqa: RUF012
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                out = func(*args, **(kwargs or {}))
+                self.seen |= {x.dtype for x in (out if isinstance(out, (tuple, list)) else (out,))}
+                return out
+
+        rotary, query, key = rotary_layer([2, 1, 1], True, torch.float32)
+        at = torch.randint(0, 64, (3, 9), dtype=torch.int32)
+        with Dtypes() as ours:
+            rotary.forward_oot(at, query, key)
+        assert ours.seen <= {torch.float32, torch.int32}
+        with Dtypes() as theirs:
+            rotary.forward_native(at, query, key)
+        assert torch.int64 in theirs.seen
+        assert not {"_is_second_axis", "_is_third_axis"} & set(rotary.state_dict())
+
+
+def rotary_layer(section, is_interleaved, dtype):
+    """Our layer with ``section``, as a model on a host builds it, and heads to turn."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding
+
+    from vllm_gaudi.models import register_layers
+
+    register_layers()
+    torch.manual_seed(2)
+    with set_current_vllm_config(VllmConfig()):
+        rotary = MRotaryEmbedding(
+            2 * sum(section) + 8, 2 * sum(section), 64, 1e4, True, dtype, section, mrope_interleaved=is_interleaved
+        )
+    return rotary, *(torch.randn(9, heads * rotary.head_size).to(dtype) for heads in (4, 2))

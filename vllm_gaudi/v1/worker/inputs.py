@@ -30,7 +30,7 @@ class ModelInputs:
     bucket: PrefillBucket | DecodeBucket
     members: tuple[int, ...]
     input_ids: torch.Tensor  # [rows] int32
-    positions: torch.Tensor  # [rows] int64, or [3, rows] for a model with multi-axis rotary positions
+    positions: torch.Tensor  # [rows] int32, or [3, rows] for a model with multi-axis rotary positions
     attn: HPUAttentionMetadata
     logit_rows: torch.Tensor  # [batch] int64: the row of each sequence's last token (pads: row 0)
     staged: RowCopies | None = None  # what to save from the staging rows once the forward has run
@@ -179,7 +179,7 @@ class InputBuilder:
         batch, query = bucket.batch, bucket.query
         spare = self._pads.spare_block
         ids = np.zeros((batch, query), np.int32)
-        positions = np.zeros((batch, query), np.int64)
+        positions = np.zeros((batch, query), np.int32)
         mapping = np.broadcast_to(spare * self._kernel_block + np.arange(query) % self._kernel_block, (batch, query))
         mapping = mapping.astype(np.int64)
         table = np.full((batch, bucket.blocks), spare, np.int32)
@@ -272,7 +272,7 @@ class InputBuilder:
         batch = bucket.batch
         spare = self._pads.spare_block
         num = len(slots)
-        positions = np.zeros(bucket.rows, np.int64)
+        positions = np.zeros(bucket.rows, np.int32)
         positions[:num] = starts
         mapping = (spare * self._kernel_block + np.arange(batch) % self._kernel_block).astype(np.int64)
         block_list = np.full(bucket.blocks, spare, np.int32)
@@ -325,8 +325,10 @@ class InputBuilder:
         return read, write
 
     def _positions(self, positions: np.ndarray) -> torch.Tensor:
-        uploaded = self._upload(positions, np.int64)
-        return uploaded if self._axes == 1 else uploaded.expand(self._axes, -1).contiguous()
+        """[rows], or one copy per axis: text alone stands at the same place on all of them."""
+        if self._axes > 1:
+            positions = np.broadcast_to(positions, (self._axes, len(positions)))
+        return self._upload(positions, np.int32)
 
     def _upload(self, array: np.ndarray, dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(self._device, non_blocking=True)

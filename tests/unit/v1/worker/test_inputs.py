@@ -219,7 +219,8 @@ class TestPrefill:
         (forward,) = check(make(), Row(0, 0, 4, (3,)))
         attn = forward.attn
         assert forward.input_ids.dtype == torch.int32
-        assert {t.dtype for t in (forward.positions, forward.logit_rows, attn.slot_mapping)} == {torch.int64}
+        assert {t.dtype for t in (forward.logit_rows, attn.slot_mapping)} == {torch.int64}
+        assert {t.dtype for t in (forward.input_ids, forward.positions)} == {torch.int32}
         assert {attn.state_read.dtype, attn.state_write.dtype} == {torch.int64}
         assert {t.dtype for t in vars(attn.prefill).values()} == {torch.int32}
 
@@ -262,7 +263,8 @@ class TestDecode:
         (forward,) = check(make(), decode(0, 3, 1))
         attn = forward.attn
         assert forward.input_ids.dtype == torch.int32
-        assert {t.dtype for t in (forward.positions, forward.logit_rows, attn.slot_mapping)} == {torch.int64}
+        assert {t.dtype for t in (forward.logit_rows, attn.slot_mapping)} == {torch.int64}
+        assert {t.dtype for t in (forward.input_ids, forward.positions)} == {torch.int32}
         assert {attn.state_read.dtype, attn.state_write.dtype} == {torch.int64}
         assert {t.dtype for t in vars(attn.decode).values()} == {torch.int32}
 
@@ -283,7 +285,7 @@ def test_three_axes_of_positions_are_three_equal_rows(rows):
     (one,) = make(1).build(step_of(*rows), {})
     (three,) = make(3).build(step_of(*rows), {})
     assert three.positions.shape == (3, one.positions.shape[0])
-    assert three.positions.is_contiguous() and three.positions.dtype == torch.int64
+    assert three.positions.is_contiguous() and three.positions.dtype == torch.int32
     for axis in three.positions:
         assert torch.equal(axis, one.positions)
 
