@@ -6,6 +6,9 @@ Never: sorts or groups tokens (row counts per expert are data, and a GEMM's rows
 Order: expert 0 first, always, accumulated in float32; an expert a row did not choose is left out by selection.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from vllm_gaudi.ops.linear import row_tiled_linear
@@ -26,10 +29,22 @@ def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[t
     return weights, ids.int()
 
 
+Prepared = Sequence[Any]
+"""Tensors in a form that is a variant's own; here w13 and w2 as they are."""
+
+
+def prepare_experts(w13: torch.Tensor, w2: torch.Tensor) -> Prepared:
+    """The weights in the form that `experts` of the same variant takes; called once, when they are loaded.
+
+    w13 [E, 2I, H], gate rows then up rows; w2 [E, H, I]. Nothing is copied: what is returned shares their memory, so a
+    write into them is seen, and another tensor in their place is not.
+    """
+    return w13, w2
+
+
 def experts(
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    prepared: Prepared,
     weights: torch.Tensor,
     ids: torch.Tensor,
     *,
@@ -37,9 +52,10 @@ def experts(
 ) -> torch.Tensor:
     """sum over a row's chosen experts e of weight_e * W2_e (SiLU(gate_e x) * (up_e x)).
 
-    x [T, H]; w13 [E, 2I, H], gate rows then up rows; w2 [E, H, I]; weights [T, k] float32; ids [T, k] int32 in 0..E-1,
+    x [T, H]; prepared: by `prepare_experts` of the same variant; weights [T, k] float32; ids [T, k] int32 in 0..E-1,
     distinct within a row; row_tile as in `row_tiled_linear`. Returns [T, H] in x.dtype. Nothing is mutated.
     """
+    w13, w2 = prepared
     inner = w2.shape[2]
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(w13.shape[0]):

@@ -3,47 +3,50 @@
 
 Owns: the calls of `torch.ops.hpu.mixture_of_experts`, each over a range of experts. Routing has no variant of its own:
 `moe.route` runs there too.
-Never: groups tokens on the host.
+Never: groups tokens on the host; cuts weights up in a graph.
 Order: ranges from expert 0 on, added up in float32; inside a call the operator's sum is not promised to be in order.
 
 Unproved until it has run on a device: that the operator takes gate-then-up weights in [out, in] layout under these
-names and leaves ids outside its range out, its accuracy, whether a row's bits depend on the number of rows, and how
-many experts one call may have at what speed.
+names and leaves ids outside its range out, its accuracy, whether a row's bits depend on the number of rows, how many
+experts one call may have at what speed, and that a graph keeps hundreds of views of one tensor apart.
 """
 
 import torch
 
+from vllm_gaudi.ops.moe import Prepared
+
 EXPERTS_PER_CALL = 64  # two weights of each are arguments of one operator: 512 experts would be 1,024
 
 
+def prepare_experts(w13: torch.Tensor, w2: torch.Tensor) -> Prepared:
+    """The contract of `moe.prepare_experts`: a view per expert, so that a graph is given them and makes none.
+
+    Returns, by call, its first expert and the lists of its experts' two weights.
+    """
+    gate_up, down = w13.unbind(0), w2.unbind(0)
+    ranges = [slice(first, first + EXPERTS_PER_CALL) for first in range(0, len(down), EXPERTS_PER_CALL)]
+    return [(some.start, list(gate_up[some]), list(down[some])) for some in ranges]
+
+
 def experts(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    *,
-    row_tile: int,
+    x: torch.Tensor, prepared: Prepared, weights: torch.Tensor, ids: torch.Tensor, *, row_tile: int
 ) -> torch.Tensor:
     """The contract of `moe.experts`, except its bitwise promise; row_tile is unused."""
     routing, router_weights = ids.long(), weights.to(x.dtype)
-    gate_up, down = w13.unbind(0), w2.unbind(0)
-    parts = []
-    for first in range(0, len(down), EXPERTS_PER_CALL):
-        some = slice(first, first + EXPERTS_PER_CALL)
-        parts.append(
-            torch.ops.hpu.mixture_of_experts(
-                hidden_states=x,
-                expert_routing_table=routing,
-                router_weights=router_weights,
-                w12=list(gate_up[some]),
-                w3=list(down[some]),
-                permuted_weights=True,
-                activation="silu",
-                experts_min=first,
-                experts_max=first + len(down[some]) - 1,
-            )
+    parts = [
+        torch.ops.hpu.mixture_of_experts(
+            hidden_states=x,
+            expert_routing_table=routing,
+            router_weights=router_weights,
+            w12=gate_up,
+            w3=down,
+            permuted_weights=True,
+            activation="silu",
+            experts_min=first,
+            experts_max=first + len(down) - 1,
         )
+        for first, gate_up, down in prepared
+    ]
     if len(parts) == 1:
         return parts[0]
     return torch.stack([part.float() for part in parts]).sum(0).to(x.dtype)

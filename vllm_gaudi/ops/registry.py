@@ -28,6 +28,7 @@ TABLE: dict[str, tuple[str, str | None]] = {
     "paged_prefill_attention": ("vllm_gaudi.ops.paged_attention", "vllm_gaudi.ops.paged_attention_hpu"),
     "paged_decode_attention": ("vllm_gaudi.ops.paged_attention", "vllm_gaudi.ops.paged_attention_hpu"),
     "route": ("vllm_gaudi.ops.moe", None),
+    "prepare_experts": ("vllm_gaudi.ops.moe", "vllm_gaudi.ops.moe_hpu"),
     "experts": ("vllm_gaudi.ops.moe", "vllm_gaudi.ops.moe_hpu"),
 }
 
@@ -48,6 +49,7 @@ class Ops:
     paged_prefill_attention: Callable[..., Any]
     paged_decode_attention: Callable[..., Any]
     route: Callable[..., Any]
+    prepare_experts: Callable[..., Any]
     experts: Callable[..., Any]
 
 

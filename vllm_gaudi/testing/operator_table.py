@@ -25,7 +25,6 @@ INDEX = "rows by an index tensor; every index is a real row, pads included, whic
 ORDER = "the largest elements or their order; the indices it gives are int64 by definition"
 RANDOM = "draws from the device's generator, outside graphs"
 OURS = "moves int32 words by row, outside graphs, so that no bit is interpreted"
-EXPERTS = "vLLM's call of the experts, opaque to a graph; what it runs is listed as well"
 KERNEL = "a fused kernel of Gaudi's bridge; the name is that of the stub in the tests, except mixture_of_experts"
 
 
@@ -211,8 +210,6 @@ OPERATORS: dict[str, Operator] = {
     "habana_stub.rms_norm.default": Operator(KERNEL, "prefill decode", path="gaudi"),
     "habana_stub.rotary.default": Operator(KERNEL, "prefill decode", path="gaudi"),
     "hpu.mixture_of_experts.fused_weights": Operator(KERNEL, "prefill decode", path="gaudi"),
-    "vllm.moe_forward.default": Operator(EXPERTS, "prefill decode"),
-    "vllm.moe_forward_shared.default": Operator(EXPERTS, "prefill decode"),
     "vllm_gaudi.copy_rows_.default": Operator(OURS, "store"),
     "vllm_gaudi.zero_rows_.default": Operator(OURS, "store"),
 }

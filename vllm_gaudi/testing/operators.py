@@ -379,9 +379,6 @@ def _mark_regions(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None
     def region(*args: Any, **kwargs: Any) -> Context:
         return seen.region([args, kwargs])
 
-    for module in runner.model.modules():
-        if hasattr(module, "_forward_impl"):  # vLLM's experts, opaque to a mode that is entered outside of them
-            _within(stack, module, "_forward_impl", lambda *_, **__: _Operators(seen))
     for module in regions(runner.model):
         _within(stack, module, "forward", region)
     _within(stack, runner.graphs, "_logits", region)

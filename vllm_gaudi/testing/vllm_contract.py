@@ -69,6 +69,33 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase.is_monolithic", "models.moe"),
     Row(
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner._encode_layer_name",
+        "models.moe",
+        parameters=("self",),
+    ),
+    Row(
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner._forward_impl",
+        "models.moe",
+        parameters=("self", "hidden_states", "router_logits", "shared_experts_input", "input_ids"),
+    ),
+    Row(
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner._select_forward",
+        "models.moe",
+        parameters=("self",),
+    ),
+    Row(
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner._moe_forward",
+        "models.moe",
+        parameters=(
+            "hidden_states",
+            "router_logits",
+            "shared_experts_input",
+            "input_ids",
+            "layer_name",
+            "hidden_dim_unpadded",
+        ),
+    ),
+    Row(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.__init__",
         "models.moe",
         parameters=("self", "moe"),
@@ -77,6 +104,11 @@ ROWS: tuple[Row, ...] = (
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.apply_monolithic",
         "models.moe",
         parameters=("self", "layer", "x", "router_logits", "input_ids"),
+    ),
+    Row(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.get_fused_moe_quant_config",
+        "models.moe",
+        parameters=("self", "layer"),
     ),
     Row(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.process_weights_after_loading",

@@ -185,6 +185,7 @@ CASES = (
     Case("experts", "few", mixture(11, 4, 2, 16, 8), "mixture_of_experts"),
     Case("experts", "one_row_all_experts", mixture(1, 8, 8, 24, 16), "mixture_of_experts"),
     Case("experts", "more_than_one_call_takes", mixture(20, 150, 8, 32, 16), "mixture_of_experts", calls=3),
+    Case("experts", "as_many_as_the_largest_model", mixture(16, 512, 10, 64, 32), "mixture_of_experts", calls=8),
     Case("insert_kv", "with_a_pad", insert(6, 0, 200, SPARE * KERNEL_BLOCK), written=(0, 1)),
     Case("paged_prefill_attention", "from_the_start", prefill([0], 40, 4, 2, 32, 3), "FusedSDPA"),
     Case("paged_prefill_attention", "behind_contexts", prefill([3, 64, 0], 32, 6, 2, 64, 8), "FusedSDPA"),
@@ -211,7 +212,10 @@ CASES = (
 
 
 def test_every_variant_has_a_case():
-    assert {case.op for case in CASES} == {name for name, (_, hpu) in TABLE.items() if hpu is not None}
+    """Experts come with what prepares them."""
+    assert {case.op for case in CASES} | {"prepare_experts"} == {
+        name for name, (_, hpu) in TABLE.items() if hpu is not None
+    }
 
 
 def to(place: str, value: Any) -> Any:
@@ -219,6 +223,15 @@ def to(place: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or (place == "cpu" and not value.is_contiguous()):
         return value
     return value.clone().to(place)
+
+
+def arguments(case: Case, variant: Any, place: str, args: Sequence[Any]) -> list[Any]:
+    """``args`` at ``place``; the experts' weights as this variant prepares them when a model is loaded."""
+    placed = [to(place, x) for x in args]
+    if case.op == "experts":
+        x, w13, w2, *routing = placed
+        return [x, resolve("prepare_experts", variant)(w13, w2), *routing]
+    return placed
 
 
 def results_of(case: Case, op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -237,7 +250,7 @@ def test_a_variant_agrees_with_its_reference(
     device.initialize()
     torch.manual_seed(len(case.name))
     args, kwargs = case.build(dtype)
-    wanted = results_of(case, resolve(case.op, "reference"), [to("cpu", x) for x in args], kwargs)
+    wanted = results_of(case, resolve(case.op, "reference"), arguments(case, "reference", "cpu", args), kwargs)
     op = resolve(case.op, VARIANT)  # type: ignore[arg-type]
     if case.patch is not None and VARIANT == "hpu":
         monkeypatch.setitem(op.__globals__, *case.patch)
@@ -248,7 +261,9 @@ def test_a_variant_agrees_with_its_reference(
         from habana_frameworks import calls
 
         calls.reset()
-    found = results_of(case, op, [to(DEVICE, x) for x in args], {key: to(DEVICE, x) for key, x in kwargs.items()})
+    found = results_of(
+        case, op, arguments(case, VARIANT, DEVICE, args), {key: to(DEVICE, x) for key, x in kwargs.items()}
+    )
     if IS_STUB:
         factor = 2 if dtype == torch.bfloat16 and case.patch else 1  # half the bytes, twice the rows per call
         reached = [name for name in calls.names() if name == case.kernel]

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from vllm_gaudi.attention.metadata import DecodeAttention, HPUAttentionMetadata, PrefillAttention
-from vllm_gaudi.ops.registry import load_ops
+from vllm_gaudi.ops.registry import load_ops, resolve
 
 pytestmark = pytest.mark.xdist_group("vllm")  # with --dist loadgroup only one process imports it
 
@@ -34,16 +35,18 @@ def registered():
 
 def test_vllm_builds_our_classes_for_its_own():
     from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
     from vllm_gaudi.models.gdn_attention import HPUGatedDeltaNetAttention
-    from vllm_gaudi.models.moe import HPUUnquantizedFusedMoEMethod
+    from vllm_gaudi.models.moe import HPUMoERunner, HPUUnquantizedFusedMoEMethod
 
     assert HPUGatedDeltaNetAttention.__mro__[1] is QwenGatedDeltaNetAttention
     assert type(QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)) is HPUGatedDeltaNetAttention
     assert op_registry_oot["UnquantizedFusedMoEMethod"] is HPUUnquantizedFusedMoEMethod
     assert issubclass(HPUUnquantizedFusedMoEMethod, UnquantizedFusedMoEMethod)
+    assert type(MoERunner.__new__(MoERunner)) is HPUMoERunner and issubclass(HPUMoERunner, MoERunner)
 
 
 @pytest.fixture
@@ -162,6 +165,7 @@ class TestExperts:
         monkeypatch.setattr(moe.UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda self, layer: None)
         method = object.__new__(moe.HPUUnquantizedFusedMoEMethod)
         torch.nn.Module.__init__(method)
+        method._ops = load_ops()
         method.moe = SimpleNamespace(has_bias=False)
         return method
 
@@ -174,6 +178,8 @@ class TestExperts:
             "custom_routing_function": None,
             "apply_router_weight_on_input": False,
             "expert_map": None,
+            "w13_weight": torch.nn.Parameter(torch.randn(3, 8, 16)),
+            "w2_weight": torch.nn.Parameter(torch.randn(3, 16, 4)),
         }
         return SimpleNamespace(**{**plain, **changes})
 
@@ -201,3 +207,38 @@ class TestExperts:
         method.moe.has_bias = True
         with pytest.raises(NotImplementedError, match="expert biases"):
             method.process_weights_after_loading(self.layer())
+
+    @pytest.mark.parametrize("variant", ["reference", "hpu"])
+    def test_prepared_weights_are_the_layers_own_and_no_state_of_the_model(self, method, variant):
+        """Views: no memory is taken and a write is seen; weights that are put in their place are prepared anew."""
+        method._ops = SimpleNamespace(prepare_experts=resolve("prepare_experts", variant))
+        layer = self.layer()
+
+        def storages() -> set[int]:
+            leaves = tree_leaves(method._experts)
+            return {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+        for _ in range(2):
+            method.process_weights_after_loading(layer)
+            assert storages() == {w.untyped_storage().data_ptr() for w in (layer.w13_weight, layer.w2_weight)}
+            assert not method.state_dict() and not list(method.parameters()) and not list(method.buffers())
+            before = layer.w13_weight, layer.w2_weight
+            layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(torch.randn_like(w)) for w in before)
+
+    def test_nothing_is_left_to_be_made_at_the_first_forward(self, method):
+        """vLLM makes its description of the weights when it is first asked for, which would be a graph of its own."""
+        method.moe_quant_config = None
+        method.process_weights_after_loading(self.layer())
+        assert method.moe_quant_config is not None
+
+    def test_the_runner_calls_the_experts_itself_and_its_name_is_in_no_graph(self):
+        from vllm_gaudi.models.moe import HPUMoERunner
+
+        runner = object.__new__(HPUMoERunner)
+        torch.nn.Module.__init__(runner)
+        runner.layer_name = "model.layers.3.mlp.experts"
+        asked = []
+        runner._forward_impl = lambda *args: asked.append(args) or "the sum"
+        assert runner._select_forward()("x", "logits", "shared", "ids", runner._encode_layer_name(), 0) == "the sum"
+        assert asked == [("x", "logits", "shared", "ids")]
+        assert runner._encode_layer_name() == ""

@@ -3,9 +3,11 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tests.unit.ops.oracles import NAN, error
-from vllm_gaudi.ops.moe import experts, route
+from vllm_gaudi.ops import moe_hpu
+from vllm_gaudi.ops.moe import experts, prepare_experts, route
 
 #         E  k  H   I
 SHAPES = [(4, 2, 16, 8), (8, 8, 24, 16), (5, 1, 16, 12)]
@@ -38,7 +40,7 @@ def test_routing_is_a_softmax(renormalize, dtype):
 def test_experts_are_their_weighted_sum(num_experts, top_k, hidden, inner, dtype, tile):
     x, (w13, w2) = torch.randn(11, hidden).to(dtype), weights_of(num_experts, hidden, inner, dtype)
     weights, ids = route(torch.randn(11, num_experts), top_k, True)
-    out = experts(x, w13, w2, weights, ids, row_tile=tile)
+    out = experts(x, prepare_experts(w13, w2), weights, ids, row_tile=tile)
     assert out.dtype == dtype
     want = torch.zeros(11, hidden, dtype=torch.float64)
     for row in range(11):
@@ -56,12 +58,12 @@ def test_experts_are_their_weighted_sum(num_experts, top_k, hidden, inner, dtype
 @dtypes
 def test_bits_do_not_depend_on_the_other_rows(threads, num_experts, top_k, hidden, inner, dtype):
     x, (w13, w2) = torch.randn(70, hidden).to(dtype), weights_of(num_experts, hidden, inner, dtype)
-    logits = torch.randn(70, num_experts)
+    prepared, logits = prepare_experts(w13, w2), torch.randn(70, num_experts)
     x[40], logits[40] = NAN, 0.0  # a poisoned row harms nobody else
 
     def run(rows):
         weights, ids = route(logits[rows].clone(), top_k, False)
-        return experts(x[rows].clone(), w13, w2, weights, ids, row_tile=16)
+        return experts(x[rows].clone(), prepared, weights, ids, row_tile=16)
 
     want = run(slice(0, 70))
     for rows in (slice(0, 1), slice(3, 20), slice(39, 70), slice(69, 70)):
@@ -75,5 +77,29 @@ def test_an_expert_nobody_chose_may_hold_anything():
     w13, w2 = weights_of(3, 8, 4, torch.float32)
     w13[1] = NAN
     x, ids = torch.randn(2, 8), torch.tensor([[0, 2], [2, 0]], dtype=torch.int32)
-    out = experts(x, w13, w2, torch.full((2, 2), 0.5), ids, row_tile=0)
+    out = experts(x, prepare_experts(w13, w2), torch.full((2, 2), 0.5), ids, row_tile=0)
     assert bool(out.isfinite().all())
+
+
+def test_for_gaudi_each_expert_is_a_view_and_calls_are_ranges_of_them():
+    w13, w2 = weights_of(150, 8, 4, torch.float32)
+    prepared = moe_hpu.prepare_experts(w13, w2)
+    assert [(first, len(gate_up), len(down)) for first, gate_up, down in prepared] == [
+        (0, 64, 64),
+        (64, 64, 64),
+        (128, 22, 22),
+    ]
+    for whole, which in ((w13, 1), (w2, 2)):
+        parts = [part for call in prepared for part in call[which]]
+        assert [part.data_ptr() for part in parts] == [row.data_ptr() for row in whole]
+        assert all(part.is_contiguous() and torch.equal(part, row) for part, row in zip(parts, whole, strict=True))
+
+
+@pytest.mark.parametrize("prepare", [prepare_experts, moe_hpu.prepare_experts], ids=["reference", "hpu"])
+def test_a_write_into_the_weights_is_seen_after_they_were_prepared(prepare):
+    w13, w2 = weights_of(3, 8, 4, torch.float32)
+    prepared = prepare(w13, w2)
+    w13.fill_(2.0), w2.fill_(3.0)
+    leaves = [x for x in tree_leaves(prepared) if isinstance(x, torch.Tensor)]
+    assert sum(x.numel() for x in leaves) == w13.numel() + w2.numel()
+    assert sum(float(x.sum()) for x in leaves) == 2 * w13.numel() + 3 * w2.numel()
