@@ -8,7 +8,8 @@ Order: ranges from expert 0 on, added up in float32; inside a call the operator'
 
 Unproved until it has run on a device: that the operator takes gate-then-up weights in [out, in] layout under these
 names and leaves ids outside its range out, its accuracy, whether a row's bits depend on the number of rows, how many
-experts one call may have at what speed, and that a graph keeps hundreds of views of one tensor apart.
+experts one call may have at what speed, and that a graph keeps hundreds of views of one tensor apart. They have a price
+on the host: dynamo looks at each one at every call, which takes 0.2 ms for a layer of 512 experts.
 """
 
 import torch
