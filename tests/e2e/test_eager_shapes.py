@@ -7,6 +7,8 @@ at random, and with top-p and top-k, alone and together.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests import with_stub
@@ -57,46 +59,55 @@ def shapes(serving, count, **extra):
 
 with engine(os.environ["CHECKPOINT"], num_gpu_blocks_override=90, **FLAGS) as serving:
     with watch(serving.runner, ALLOWED) as seen, torch.inference_mode():
-        serving.runner.warm_up(show_progress=False)
+        if os.environ["WARMS_UP"] == "1":
+            serving.runner.warm_up(show_progress=False)
     warm = seen.record.eager_shapes
-    used, hits = shapes(serving, 60)
+    used, hits = shapes(serving, 40)
     penalties = dict(presence_penalty=0.5, repetition_penalty=1.2)
-    first, _ = shapes(serving, 60, **penalties)
-    second, _ = shapes(serving, 60, **penalties)
-phases = sorted({shape.split()[0] for shape in used})
-print("FACTS " + json.dumps({"hits": hits, "new": sorted(used - warm), "phases": phases, "warm": len(warm),
-      "penalties": sorted(first - warm), "later": sorted(second - warm - first), "used": len(used)}))
+    penalised, _ = shapes(serving, 30, **penalties)
+print("FACTS " + json.dumps({"hits": hits, "new": sorted(used - warm), "used": sorted(used),
+                            "penalties": sorted(penalised - warm)}))
 """
 
 
-def facts_of(checkpoint, script: str = SCRIPT, ways: int = 5) -> dict:
+def facts_of(checkpoint, script: str = SCRIPT, ways: int = 5, warms_up: bool = True) -> dict:
     return with_stub.facts(
         "-c",
         script,
-        CHECKPOINT=str(checkpoint("next_moe")),
+        CHECKPOINT=str(checkpoint("q35_dense")),
         VLLM_SKIP_WARMUP="1",
         VLLM_GAUDI_COMPILE="none",
         VLLM_GAUDI_ROW_TILES="1",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         SEED="5",
         WAYS=str(ways),
+        WARMS_UP=str(int(warms_up)),
     )
 
 
 @pytest.mark.slow
 def test_no_shape_outside_the_graphs_is_new_after_warm_up(checkpoint):
     found = facts_of(checkpoint)
-    assert found["hits"] >= 10 and found["used"] > 50
-    assert set(found["phases"]) >= {"inputs", "store", "logits", "sampler"}
+    assert found["hits"] >= 10
+    used = {line.split()[0] for line in found["used"]}
+    assert used >= {
+        "vllm_gaudi.zero_rows_.default",
+        "vllm_gaudi.copy_rows_.default",
+        "aten.index_copy_.default",
+        "aten.argmax.default",
+        "aten.sort.default",
+    }
     assert found["new"] == []
-    # Penalties are seldom asked for and not warmed up: their shapes come with the first requests and no others later.
-    assert found["penalties"] and len(found["penalties"]) < 300
-    assert found["later"] == []
+
+    # Penalties are seldom asked for and not warmed up; but their sizes are steps of ladders, too.
+    rows, vocabulary, lengths = {1, 2, 4, 6}, {512, 513}, {128, 256, 512, 640}
+    sizes = {int(size) for line in found["penalties"] for size in re.findall(r"\d+", line.split(maxsplit=1)[1])}
+    assert sizes & lengths - vocabulary and sizes <= rows | vocabulary | lengths, sizes
 
 
 @pytest.mark.slow
 def test_rows_as_many_as_requests_would_be_new_shapes(checkpoint):
     """The fault switch: a batch without its ladder."""
     fault = "from vllm_gaudi.v1.worker.sampling_rows import SamplingRows\nSamplingRows.rows_of = lambda self, n: n\n"
-    found = facts_of(checkpoint, SCRIPT.replace("FLAGS = ", fault + "FLAGS = "), ways=1)
-    assert any(line.startswith("sampler") for line in found["new"])
+    found = facts_of(checkpoint, SCRIPT.replace("FLAGS = ", fault + "FLAGS = "), ways=1, warms_up=False)
+    assert "aten.argmax.default [(3, 512)]" in found["new"]

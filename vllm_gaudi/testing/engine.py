@@ -166,8 +166,9 @@ class Engine:
         sample = sampling.sample
 
         def tapped(step: Any, table: Any, place_of: Mapping[str, int], *rest: Any) -> Any:
-            rows = sampling.logit_rows.take(list(place_of.values()), len(place_of))
-            for req_id, row in zip(place_of, rows, strict=True):
+            places = list(place_of.values())
+            rows = sampling.logit_rows.take(places, sampling.num_rows(len(places)))
+            for req_id, row in zip(place_of, rows[: len(places)], strict=True):
                 self._rows.setdefault(req_id, []).append(row)
             return sample(step, table, place_of, *rest)
 

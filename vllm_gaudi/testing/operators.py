@@ -107,7 +107,7 @@ class Record:
     reads: Counter[str] = field(default_factory=Counter)
     breaches: dict[Breach, int] = field(default_factory=dict)
     num_sampled: int = 0  # steps in which tokens were sampled
-    eager_shapes: set[str] = field(default_factory=set)  # calls outside graphs: operator and shapes, each compiled once
+    eager_shapes: set[str] = field(default_factory=set)  # calls on the device outside graphs, but for views
 
     def add(self, breach: Breach) -> None:
         self.breaches[breach] = self.breaches.get(breach, 0) + 1
@@ -184,8 +184,9 @@ class Watch:
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         record.dtypes.setdefault(name, set()).update(_dtype(t) for t in (*given, *made))
 
-        if not self._in_region and phase != "rows":
-            record.eager_shapes.add(f"{phase} {name} {[tuple(t.shape) for t in given]}")
+        is_view = any(value.alias_info and not value.alias_info.is_write for value in schema.returns)
+        if not (self._in_region or is_view or phase in ("rows", "output")):
+            record.eager_shapes.add(f"{name} {[tuple(t.shape) for t in given]}")
 
         def breach(rule: str, detail: str = "") -> None:
             record.add(Breach(rule, name, phase, _site(), detail))

@@ -96,6 +96,10 @@ class SamplingState:
         self._row_admission: dict[str, int] = {}
         self._in_flight: SampledStep | None = None
 
+    def num_rows(self, num_requests: int) -> int:
+        """Rows that are sampled for so many requests."""
+        return self._batch.rows_of(num_requests)
+
     def forget(self, req_ids: set[str]) -> None:
         """These requests have ended; their rows go with the next ``sample``."""
         for req_id in req_ids:
@@ -122,7 +126,7 @@ class SamplingState:
         """
         self._update_rows(step, table, place_of)
         req_ids = tuple(self._batch.req_ids)
-        logits = self.logit_rows.take([place_of[req_id] for req_id in req_ids], self._batch.rows_of(len(req_ids)))
+        logits = self.logit_rows.take([place_of[req_id] for req_id in req_ids], self.num_rows(len(req_ids)))
         if grammar_output is not None:
             forbidden = np.zeros(logits.shape, np.bool_)
             forbidden[: len(req_ids)] = forbidden_tokens(grammar_output, req_ids, logits.shape[1])
