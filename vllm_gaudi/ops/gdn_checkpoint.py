@@ -15,6 +15,7 @@ Ordering rule: all pairs of one call act as one simultaneous copy; source and de
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 
 import torch
 
@@ -28,7 +29,7 @@ def copy_rows_(
 ) -> None:
     """``dst[i][dst_rows[n]] = src[i][src_rows[n]]`` for every i and n.
 
-    dst  [P_i, W_i] int32 each, mutated; rows may be strided views, words of a row are contiguous
+    dst  [P_i, W_i] int32 each, mutated; whole rows, or some columns, of a contiguous tensor at the start of its memory
     src  [Q_i, W_i] int32 each, sharing no memory with dst
     dst_rows, src_rows  [N] int32 on the tensors' device, in range; equal destinations only with equal sources
 
@@ -56,6 +57,12 @@ def _check(
                 f"pair {i}: {to.dtype} rows of {to.shape[1]} words from {of.dtype} rows of {of.shape[1]}; need int32 "
                 "rows of equal width"
             )
+        for side in (to, of):
+            if side.stride(1) != 1 or side.storage_offset() + side.shape[1] > side.stride(0):
+                raise ValueError(
+                    f"pair {i}: rows of {side.shape[1]} words, {side.stride()} apart from word {side.storage_offset()} "
+                    "on; need whole rows, or columns, of a contiguous tensor at the start of its memory"
+                )
 
 
 # CPU: the rows are in host memory, so each pair is one memcpy, through numpy, whose call costs a tenth of torch's. A
@@ -79,14 +86,30 @@ def _zero_rows_cpu(dst: list[torch.Tensor], rows: torch.Tensor) -> None:
             to[row].zero_()
 
 
-# HPU: rows are known to the device only; gather, then scatter, both of fixed shape.
+# HPU: rows are known to the device only; gather, then scatter, both of fixed shape. Words that are a part of their rows
+# are moved as whole rows of a narrower view of the same memory: a scatter into some columns of a tensor is a write into
+# a strided view, for which the bridge may copy all of it, and here it is a pool.
 
 
 def _copy_rows_hpu(
     dst: list[torch.Tensor], src: list[torch.Tensor], dst_rows: torch.Tensor, src_rows: torch.Tensor
 ) -> None:
     for to, of in zip(dst, src, strict=True):
-        to.index_copy_(0, dst_rows, of.index_select(0, src_rows))
+        width = gcd(to.shape[1], *(size for side in (to, of) for size in (side.stride(0), side.storage_offset())))
+        to_all, to_rows = _narrow(to, dst_rows, width)
+        of_all, of_rows = _narrow(of, src_rows, width)
+        to_all.index_copy_(0, to_rows, of_all.index_select(0, of_rows))
+
+
+def _narrow(part: torch.Tensor, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All memory around ``part`` [P, W] as rows of ``width`` words, and which of them are ``part``'s ``rows`` [N].
+
+    The rows of ``part`` are as far apart as those of the contiguous tensor that it was cut from.
+    """
+    pitch, first = part.stride(0), part.storage_offset()
+    whole = part.as_strided((part.shape[0] * pitch // width, width), (width, 1), 0)
+    pieces = torch.arange(first // width, (first + part.shape[1]) // width, dtype=rows.dtype, device=rows.device)
+    return whole, (rows[:, None] * (pitch // width) + pieces).flatten()
 
 
 def _zero_rows_hpu(dst: list[torch.Tensor], rows: torch.Tensor) -> None:

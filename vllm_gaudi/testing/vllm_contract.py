@@ -488,13 +488,23 @@ ROWS: tuple[Row, ...] = (
         parameters=("vllm_config", "device", "is_pin_memory", "is_pooling_model", "custom_logitsprocs"),
     ),
     Row(
+        "vllm.v1.sample.sampler.Sampler.__init__",
+        "v1.worker.sampling_rows",
+        parameters=("self", "logprobs_mode", "use_fp64_gumbel"),
+    ),
+    Row(
+        "vllm.v1.sample.sampler.Sampler.apply_penalties",
+        "v1.worker.sampling_rows",
+        parameters=("logits", "sampling_metadata", "output_token_ids"),
+    ),
+    Row(
         "vllm.v1.sample.sampler.Sampler.forward",
         "v1.worker.sampling",
         parameters=("self", "logits", "sampling_metadata", "predict_bonus_token", "logprobs_mode_override"),
     ),
     Row(
         "vllm.v1.worker.gpu_input_batch.InputBatch.__init__",
-        "v1.worker.sampling",
+        "v1.worker.sampling_rows",
         parameters=(
             "self",
             "max_num_reqs",
@@ -517,7 +527,13 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("vllm.v1.worker.gpu_input_batch.InputBatch.add_request", "v1.worker.sampling", parameters=("self", "request")),
     Row("vllm.v1.worker.gpu_input_batch.InputBatch.condense", "v1.worker.sampling", parameters=("self",)),
-    Row("vllm.v1.worker.gpu_input_batch.InputBatch.refresh_metadata", "v1.worker.sampling", parameters=("self",)),
+    Row(
+        "vllm.v1.worker.gpu_input_batch.InputBatch._make_prompt_token_ids_cpu_tensor",
+        "v1.worker.sampling_rows",
+        parameters=("self",),
+    ),
+    Row("vllm.v1.worker.gpu_input_batch.InputBatch.num_reqs", "v1.worker.sampling_rows"),
+    Row("vllm.v1.worker.gpu_input_batch.InputBatch.refresh_metadata", "v1.worker.sampling_rows", parameters=("self",)),
     Row(
         "vllm.v1.worker.gpu_input_batch.InputBatch.remove_request", "v1.worker.sampling", parameters=("self", "req_id")
     ),

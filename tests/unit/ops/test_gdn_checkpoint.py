@@ -72,12 +72,39 @@ def test_the_hpu_kernels_move_the_same_words() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "page_word", "state_word"), [(40, 0, 0), (16, 8, 24), (24, 16, 0), (5, 3, 7)], ids=str
+)
+def test_the_hpu_kernel_scatters_whole_rows_of_a_contiguous_tensor(
+    words: int, page_word: int, state_word: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never some columns of one: the bridge may copy all of it for that."""
+    state, page = random_words(6, 40), random_words(9, 40)
+    ours, theirs = page.clone(), page.clone()
+    to, of = rows(1, 5, 8), rows(0, 2, 3)
+    columns = slice(page_word, page_word + words), slice(state_word, state_word + words)
+    copy_rows_([ours[:, columns[0]]], [state[:, columns[1]]], to, of)
+    written = []
+    scatter = torch.Tensor.index_copy_
+
+    def spy(target: torch.Tensor, *args: object) -> torch.Tensor:
+        written.append((target.is_contiguous(), target.numel()))
+        return scatter(target, *args)
+
+    monkeypatch.setattr(torch.Tensor, "index_copy_", spy)
+    _copy_rows_hpu([theirs[:, columns[0]]], [state[:, columns[1]]], to.long(), of.long())
+    assert torch.equal(ours, theirs) and not torch.equal(ours, page)
+    assert written == [(True, page.numel())]
+
+
+@pytest.mark.parametrize(
     ("dst", "src", "to", "of", "complaint"),
     [
         ([random_words(3, 4)], [], rows(0), rows(0), "1 destinations for 0 sources"),
         ([random_words(3, 4)], [random_words(3, 5)], rows(0), rows(0), "rows of 4 words from .* rows of 5"),
         ([torch.zeros(3, 4)], [random_words(3, 4)], rows(0), rows(0), "need int32"),
         ([random_words(3, 4)], [random_words(3, 4)], rows(0, 1), rows(0), "two equal"),
+        ([random_words(3, 4)[1:]], [random_words(3, 4)], rows(0), rows(0), "start of its memory"),
+        ([random_words(3, 8)[:, ::2]], [random_words(3, 4)], rows(0), rows(0), "start of its memory"),
     ],
 )
 def test_what_does_not_fit_is_refused(dst: list, src: list, to: torch.Tensor, of: torch.Tensor, complaint: str) -> None:

@@ -165,7 +165,9 @@ def test_decode_is_one_softmax(variant, kernel_block, kv_heads, heads, dim, tile
     for n, length in enumerate(lengths):
         visible = torch.ones(1, length, dtype=torch.bool)
         want = attention(q[n : n + 1], pages.key[n], pages.value[n], visible, SCALE)[0]
-        assert error(out[n], want) < (5e-7 if dtype == torch.float32 else 4e-3)
+        # Gaudi's variant multiplies in the cache's dtype: scores and weights are rounded, too.
+        rounded = 4e-3 if variant == "reference" else 1.2e-2
+        assert error(out[n], want) < (5e-7 if dtype == torch.float32 else rounded)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -198,7 +198,7 @@ class HPUModelRunner:
         """Run one bucket of pads through model and logits, which are returned and kept as nobody's."""
         inputs = self.inputs.dummy(bucket)
         logits = self.graphs.logits(self.graphs.run(inputs), inputs.logit_rows)
-        self.sampling.logit_rows.add(logits, np.empty(0, np.int32))
+        self.sampling.logit_rows.add(logits, {})
         return logits
 
     @torch.inference_mode()
@@ -288,11 +288,11 @@ class HPUModelRunner:
         self, step: StepRequests, inputs: ModelInputs, hidden: torch.Tensor, place_of: dict[str, int]
     ) -> None:
         """Logits of the bucket's sequences that sample; computed for all of them, since shapes are fixed."""
-        places = np.full(len(inputs.members), -1, np.int32)
+        places: dict[int, int] = {}
         for n, i in enumerate(inputs.members):
             if step.samples[i]:
                 places[n] = place_of[step.req_ids[i]] = len(place_of)
-        if (places >= 0).any():
+        if places:
             self.sampling.logit_rows.add(self.graphs.logits(hidden, inputs.logit_rows), places)
 
     def _score_prompts(

@@ -13,7 +13,7 @@ Ordering rule: ``LogitRows.add`` for each forward of a step, then one ``take``; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,16 +123,14 @@ class LogitRows:
         self._device = device
         self._logits: torch.Tensor | None = None  # [max_rows + 1, V], made with the first logits
 
-    def add(self, logits: torch.Tensor, places: np.ndarray) -> None:
-        """Row i of a forward's ``logits`` [batch, V] is kept at ``places[i]`` (int32 [n], n <= batch), -1: nowhere.
-
-        Rows behind ``places`` are pads and are not kept either.
-        """
+    def add(self, logits: torch.Tensor, place_of: Mapping[int, int]) -> None:
+        """Row i of a forward's ``logits`` [batch, V] is kept at ``place_of[i]``; one without a place is not kept."""
         if self._logits is None:
             self._logits = logits.new_zeros((self._max_rows + 1, logits.shape[1]))
-        rows = np.full(logits.shape[0], self._max_rows, np.int64)  # index_copy_ takes no other
-        rows[: len(places)] = np.where(places < 0, self._max_rows, places)
-        self._logits.index_copy_(0, self._upload(rows), logits)
+        places = np.full(logits.shape[0], self._max_rows, np.int64)  # index_copy_ takes no other
+        for row, place in place_of.items():
+            places[row] = place
+        self._logits.index_copy_(0, self._upload(places), logits)
 
     def take(self, places: Sequence[int], num_rows: int) -> torch.Tensor:
         """New [num_rows, V]: the rows kept at ``places``, then pads."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -122,14 +121,14 @@ class TestLogitRows:
     def test_rows_are_found_at_their_places_and_nobody_s_are_not(self):
         rows = LogitRows(4, torch.device("cpu"))
         first, second = torch.arange(6.0).view(3, 2), torch.arange(10.0, 14.0).view(2, 2)
-        rows.add(first, np.array([1, -1], np.int32))  # the third is a pad, the second does not sample
-        rows.add(second, np.array([0, 2], np.int32))
+        rows.add(first, {0: 1})  # the third is a pad, the second does not sample
+        rows.add(second, {0: 0, 1: 2})
         taken = rows.take([2, 0, 1], 4)
         assert taken[:3].tolist() == [[12, 13], [10, 11], [0, 1]] and taken.shape == (4, 2)
 
     def test_what_is_taken_is_the_taker_s(self):
         rows = LogitRows(1, torch.device("cpu"))
-        rows.add(torch.ones(1, 2), np.array([0], np.int32))
+        rows.add(torch.ones(1, 2), {0: 0})
         rows.take([0], 1).zero_()
         assert rows.take([0], 1).tolist() == [[1, 1]]
 
