@@ -17,14 +17,15 @@ import pytest
 import torch
 
 from tests import with_stub
+from vllm_gaudi import device
 from vllm_gaudi.testing.engine import engine, greedy
 from vllm_gaudi.testing.operator_table import ALLOWED, OPERATORS
-from vllm_gaudi.testing.operators import watch
+from vllm_gaudi.testing.operators import Watch, watch
 
 FAMILIES = ("q35_dense", "q35_moe", "q35_vl", "q35_moe_vl", "next_moe", "qwen3", "qwen3_moe", "llama")
 REGISTERED = Path(__file__).resolve().parents[3] / "shared" / "hpu" / "hpu_ops_1.19.json"
 PATHS = ("host", "gaudi")
-COLLECT, GET_OUTPUT = "vllm_gaudi.v1.worker.sampling:collect", "vllm_gaudi.v1.worker.output:get_output"
+TOKENS = "vllm_gaudi.v1.worker.sampling:tokens"
 
 Record = dict[str, Any]
 
@@ -73,15 +74,51 @@ def test_every_exception_is_needed(recorded):
 def test_the_host_waits_once_a_step(recorded, path):
     found = recorded[path]
     assert found["steps"] > 100
-    assert 0 < found["reads"][COLLECT] <= found["steps"] and GET_OUTPUT not in found["reads"]
+    assert 0 < found["reads"][TOKENS] == found["awaited"] <= found["steps"]
+    assert set(found["reads"]) == {TOKENS}
 
 
 def test_without_async_scheduling_it_waits_for_the_same_copy(checkpoint):
     with engine(checkpoint("q35_dense"), async_scheduling=False) as serving, watch(serving.runner, ALLOWED) as seen:
         serving.generate([list(range(20, 60))], greedy(5))
     assert seen.record.breaches == {}
-    assert {GET_OUTPUT} <= set(seen.record.reads) <= {GET_OUTPUT, COLLECT}
-    assert seen.record.num_sampled == seen.record.reads[GET_OUTPUT] == 5
+    assert set(seen.record.reads) == {TOKENS} and seen.record.num_sampled == 5
+    assert seen.record.reads[TOKENS] == seen.record.num_awaited == 5 + 4  # for the answer, and in the next step again
+
+
+def wait_for_the_device(store: Any) -> None:
+    device.synchronize()
+
+
+def wait_for_a_copy(store: Any) -> None:
+    device.HostCopy(torch.zeros(1)).get()
+
+
+@pytest.mark.parametrize("fault", [wait_for_the_device, wait_for_a_copy])
+def test_a_wait_that_no_operator_shows_is_found(fault, checkpoint, monkeypatch):
+    with engine(checkpoint("q35_dense")) as serving:
+        before_forward = serving.runner.store.before_forward
+        monkeypatch.setattr(
+            serving.runner.store, "before_forward", lambda plan: (fault(serving.runner.store), before_forward(plan))
+        )
+        with watch(serving.runner, ALLOWED) as seen:
+            serving.generate([list(range(20, 60))], greedy(2))
+    assert {breach.rule for breach in seen.record.breaches} == {"the host waits for the device"}
+    assert {breach.phase for breach in seen.record.breaches} == {"store"}
+
+
+def test_an_index_of_our_own_operators_is_looked_at(checkpoint, monkeypatch):
+    with engine(checkpoint("q35_dense"), enable_prefix_caching=True) as serving:
+        seen = Watch(serving.runner, ALLOWED)
+        page, rows = torch.zeros(4, 2, dtype=torch.int32), torch.tensor([1, 4], dtype=torch.int32)
+        with seen.phase("store"):
+            ours = torch.ops.vllm_gaudi
+            seen.about_to(ours.zero_rows_.default, ([page], rows))
+            seen.about_to(ours.copy_rows_.default, ([page], [page], rows - 1, rows - 2))
+    assert [(breach.operator, breach.detail) for breach in seen.record.breaches] == [
+        ("vllm_gaudi.zero_rows_.default", "1..4 into 4"),
+        ("vllm_gaudi.copy_rows_.default", "-1..2 into 4"),
+    ]
 
 
 # What a regression would look like

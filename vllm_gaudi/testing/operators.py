@@ -14,16 +14,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vllm_gaudi import device
+from vllm_gaudi.device import HostCopy
 from vllm_gaudi.testing.operator_table import Exceptions
 from vllm_gaudi.v1.worker.graphs import regions
 
@@ -106,7 +110,9 @@ class Record:
     dtypes: dict[str, set[str]] = field(default_factory=dict)
     reads: Counter[str] = field(default_factory=Counter)
     breaches: dict[Breach, int] = field(default_factory=dict)
+    num_steps: int = 0
     num_sampled: int = 0  # steps in which tokens were sampled
+    num_awaited: int = 0  # copies to the host that a later step has waited for
     eager_shapes: set[str] = field(default_factory=set)  # calls on the device outside graphs, but for views
 
     def add(self, breach: Breach) -> None:
@@ -204,6 +210,13 @@ class Watch:
             if schema.name in SELECTIONS and any(not t.is_floating_point() for t in made):
                 breach("integers are selected in a compiled region")
 
+    def wait(self, function: str, *, is_of_this_step: bool) -> None:
+        """The host waits for a copy, or for the device."""
+        if self._phase is not None and is_of_this_step:
+            self.record.add(Breach("the host waits for the device", function, self._phase, _site()))
+        elif self._phase is not None:
+            self.record.num_awaited += 1
+
     def read(self, function: str) -> None:
         """The host asks for a tensor's values."""
         if self._phase is None:
@@ -243,6 +256,11 @@ class Watch:
                     self._check_range(index, args[0].shape[dim], breach)
         elif schema.name in INDEXED:
             self._check_range(args[2], args[0].shape[args[1]], breach)
+        elif schema.name == "vllm_gaudi::copy_rows_":
+            for tensors, rows in ((args[0], args[2]), (args[1], args[3])):
+                self._check_range(rows, min(tensor.shape[0] for tensor in tensors), breach)
+        elif schema.name == "vllm_gaudi::zero_rows_":
+            self._check_range(args[1], min(tensor.shape[0] for tensor in args[0]), breach)
 
     def _check_range(self, index: torch.Tensor, size: int, breach: Callable[..., None]) -> None:
         if index.numel():
@@ -299,6 +317,7 @@ def watch(runner: Any, allowed: Exceptions, record: Record | None = None) -> Ite
     with contextlib.ExitStack() as stack:
         _mark_phases(runner, seen, stack)
         _mark_regions(runner, seen, stack)
+        _mark_waits(runner, seen, stack)
         stack.enter_context(_Reads(seen))
         stack.enter_context(_Operators(seen))
         yield seen
@@ -371,7 +390,37 @@ def _mark_phases(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
     phase(runner.sampling, "warm_up", "sampler")
     phase(runner.store, "warm_up", "store")
     phase(runner, "sample_tokens", "output")
-    phase(runner, "execute_model", "inputs")
+
+    def execute(*_: Any) -> Context:
+        seen.record.num_steps += 1
+        return seen.phase("inputs")
+
+    _within(stack, runner, "execute_model", execute)
+
+
+def _mark_waits(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
+    """A copy to the host is waited for in a later step than the one that has issued it; the device itself never is.
+
+    Without async scheduling a step waits for its own tokens, and for nothing else.
+    """
+    make, get, synchronize = HostCopy.__init__, HostCopy.get, device.synchronize
+    issued: weakref.WeakKeyDictionary[HostCopy, int] = weakref.WeakKeyDictionary()
+
+    def made(copy: HostCopy, tensor: Any) -> None:
+        make(copy, tensor)
+        issued[copy] = seen.record.num_steps
+
+    def awaited(copy: HostCopy) -> Any:
+        seen.wait("HostCopy.get", is_of_this_step=runner.is_async and issued.get(copy) == seen.record.num_steps)
+        return get(copy)
+
+    def synchronized() -> None:
+        seen.wait("device.synchronize", is_of_this_step=True)
+        synchronize()
+
+    for owner, name, function in ((HostCopy, "__init__", made), (HostCopy, "get", awaited)):
+        stack.enter_context(mock.patch.object(owner, name, function))
+    stack.enter_context(mock.patch.object(device, "synchronize", synchronized))
 
 
 def _mark_regions(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:

@@ -92,6 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
         "breaches": {str(breach): count for breach, count in record.breaches.items()},
         "reads": record.reads,
         "steps": record.num_sampled,
+        "awaited": record.num_awaited,
     }
     print("FACTS " + json.dumps(found))
 
