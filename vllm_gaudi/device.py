@@ -14,12 +14,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vllm_gaudi import envs
+
+logger = logging.getLogger("vllm.vllm_gaudi.device")
 
 BRIDGE_DEFAULTS: dict[str, tuple[str, str]] = {
     "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE": (
@@ -36,7 +39,8 @@ BRIDGE_DEFAULTS: dict[str, tuple[str, str]] = {
     ),
 }
 """What the bridge and Synapse shall find in the environment: value and reason. Set by ``initialize``, in the process
-that owns the device, before the bridge is imported there, and only where the user set nothing."""
+that owns the device, and only where the user set nothing: before the bridge is imported there, unless torch has loaded
+it already (``TORCH_DEVICE_BACKEND_AUTOLOAD``); an image therefore sets them itself."""
 
 
 @functools.cache
@@ -110,8 +114,14 @@ def initialize() -> None:
     global _is_initialized
     if not is_hpu() or _is_initialized:
         return
-    for name, (value, _) in BRIDGE_DEFAULTS.items():
-        envs.set_default(name, value)
+    came_with_torch = "habana_frameworks.torch" in sys.modules
+    late = [f"{name}={value}" for name, (value, _) in BRIDGE_DEFAULTS.items() if envs.set_default(name, value)]
+    if came_with_torch and late:
+        logger.warning(
+            "Gaudi's bridge was loaded with torch, before these variables were set, and may not see them: %s. Set them "
+            "in the environment that Python starts in, as docker/Dockerfile.gaudi does",
+            " ".join(late),
+        )
     bridge()
     import habana_frameworks.torch.distributed.hccl  # noqa: F401  (registers the process-group backend)
     import habana_frameworks.torch.utils.internal as internal
@@ -215,15 +225,31 @@ def used_memory() -> int:
     return _status_kib("VmRSS") * 1024
 
 
+def taken_memory(weight_bytes: int) -> int:
+    """Bytes of the budget that are gone once weights of ``weight_bytes`` are loaded.
+
+    On an HPU what the driver says, if that is more: collectives and the bridge itself hold memory that belongs to no
+    tensor of ours. A host's budget is a share set aside for weights, states and blocks; the process is beside it.
+    """
+    return max(weight_bytes, used_memory()) if is_hpu() else weight_bytes
+
+
 class PeakMemory(contextlib.AbstractContextManager["PeakMemory"]):
-    """Peak bytes that were used inside the ``with`` beyond what was in use at its start (``.bytes`` afterwards)."""
+    """Peak bytes that were used inside the ``with`` beyond what was in use at its start (``.bytes`` afterwards).
+
+    On an HPU by two meters, each from its own start, and the larger one counts: the allocator's peak of tensors, and
+    what the driver has given out by the end, which the allocator keeps and which holds recipes and workspaces, too.
+    """
 
     def __init__(self) -> None:
         self.bytes = 0
+        self._start_allocated = 0
 
     def __enter__(self) -> PeakMemory:
         if is_hpu():
-            _torch_hpu().reset_peak_memory_stats()
+            hpu = _torch_hpu()
+            hpu.reset_peak_memory_stats()
+            self._start_allocated = int(hpu.memory_allocated())
         else:
             # "5" resets the high-water mark of resident memory (proc(5)); where the kernel forbids it the old, higher
             # mark stays and the peak is over-estimated, never under-estimated.
@@ -233,5 +259,8 @@ class PeakMemory(contextlib.AbstractContextManager["PeakMemory"]):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        peak = int(_torch_hpu().max_memory_allocated()) if is_hpu() else _status_kib("VmHWM") * 1024
-        self.bytes = max(0, peak - self._start)
+        if is_hpu():
+            allocated = int(_torch_hpu().max_memory_allocated()) - self._start_allocated
+            self.bytes = max(0, allocated, used_memory() - self._start)
+        else:
+            self.bytes = max(0, _status_kib("VmHWM") * 1024 - self._start)

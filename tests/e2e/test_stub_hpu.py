@@ -8,6 +8,7 @@ docs/hpu-unproved.md. One process each asks vLLM for its platform, as ``vllm ser
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ if device.is_hpu():
         "total": current_platform.get_device_total_memory(),
         "used": device.used_memory(),
         "peak": peak.bytes,
+        "taken": [device.taken_memory(4 * 2**30), device.taken_memory(9 * 2**30)],
         "sdpa": device.kernels().FusedSDPA.__name__,
     }
 facts["input_reuse"] = os.environ.get("PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE")
@@ -111,7 +113,8 @@ GAUDI = {
     "front_end_total": 0,  # a process that does not own the device must not ask it
     "total": 96 * 2**30,
     "used": 6 * 2**30,
-    "peak": 2**30,  # of 7 GiB at most, 6 were in use before
+    "peak": 2**30,  # of 5 GiB of tensors at most, 4 were there before
+    "taken": [6 * 2**30, 9 * 2**30],  # two of the six belong to no tensor
     "sdpa": "FusedSDPA",
     "input_reuse": "0",
 }
@@ -152,6 +155,40 @@ def test_without_the_bridge_or_told_so_the_platform_is_the_host(checkpoint, is_s
     assert_same(found, HOST)
     assert not any(module.endswith(("_hpu", ".hpu")) for module in found["ops"].values())
     assert isinstance(found["block_64"], dict)
+
+
+AUTOLOADED = """
+import json
+import logging
+import sys
+import torch
+
+loaded = "habana_frameworks.torch" in sys.modules
+from vllm_gaudi import device
+
+said = []
+device.logger.handle = lambda record: said.append(record.getMessage())
+device.initialize()
+print("FACTS " + json.dumps({"loaded": loaded, "said": said}))
+"""
+
+
+@pytest.mark.parametrize("is_set", [False, True], ids=["unset", "set"])
+def test_a_bridge_that_torch_has_loaded_may_have_missed_its_variables(is_set, tmp_path):
+    """Gaudi's images have torch load the bridge by itself, through an entry point of a distribution."""
+    from vllm_gaudi.device import BRIDGE_DEFAULTS
+
+    (tmp_path / "bridge-1.dist-info").mkdir()
+    (tmp_path / "bridge-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: bridge\nVersion: 1\n")
+    entry = "[torch.backends]\nbridge = habana_frameworks.torch:autoload\n"
+    (tmp_path / "bridge-1.dist-info" / "entry_points.txt").write_text(entry)
+    given = {name: value for name, (value, _) in BRIDGE_DEFAULTS.items()} if is_set else {}
+    path = with_stub.environment()["PYTHONPATH"]
+    found = with_stub.facts("-c", AUTOLOADED, PYTHONPATH=os.pathsep.join((str(tmp_path), path)), **given)
+    assert found["loaded"]
+    assert len(found["said"]) == (0 if is_set else 1)
+    for line in found["said"]:
+        assert "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE=0" in line and "docker/Dockerfile.gaudi" in line
 
 
 def test_lazy_mode_is_refused_before_there_is_a_worker(checkpoint):

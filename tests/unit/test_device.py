@@ -111,6 +111,7 @@ class TestHpu:
     @pytest.fixture(autouse=True)
     def _hpu(self, monkeypatch):
         self.log = log = []
+        self.free = 30
 
         class Event:
             def record(self):
@@ -135,9 +136,10 @@ class TestHpu:
             stream=stream,
             current_stream=lambda: "the computing stream",
             synchronize=lambda: log.append("synchronize"),
-            mem_get_info=lambda: (30 * MIB, 100 * MIB),
+            mem_get_info=lambda: (self.free * MIB, 100 * MIB),
             reset_peak_memory_stats=lambda: log.append("reset peak"),
-            max_memory_allocated=lambda: 95 * MIB,
+            memory_allocated=lambda: 60 * MIB,
+            max_memory_allocated=lambda: 85 * MIB,
         )
         device._copy_stream.cache_clear()
         monkeypatch.setattr(device, "is_hpu", lambda: True)
@@ -178,6 +180,15 @@ class TestHpu:
         with device.PeakMemory() as peak:
             assert self.log == ["reset peak"]
         assert peak.bytes == 25 * MIB
+
+    @pytest.mark.parametrize(("free_at_the_end", "peak_mib"), [(30, 25), (2, 28), (60, 25)])
+    def test_a_peak_is_that_of_the_meter_that_saw_more(self, free_at_the_end, peak_mib):
+        with device.PeakMemory() as peak:
+            self.free = free_at_the_end
+        assert peak.bytes == peak_mib * MIB
+
+    def test_what_the_driver_holds_beside_the_weights_is_taken_too(self):
+        assert device.taken_memory(60 * MIB) == 70 * MIB and device.taken_memory(80 * MIB) == 80 * MIB
 
 
 REPORT = """

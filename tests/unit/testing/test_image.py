@@ -13,7 +13,7 @@ import pytest
 
 import setup as packaging
 from tools import image
-from vllm_gaudi import envs
+from vllm_gaudi import device, envs
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile.gaudi").read_text()
@@ -82,9 +82,9 @@ def faults(source: str) -> list[str]:
             found += [f"copies {path}, which is not there" for path in words[:-1] if not (ROOT / path).exists()]
             found += [f"{p} is kept out by .dockerignore" for p in words[:-1] if p != "." and not reaches_the_build(p)]
         if it.name == "ENV":
-            name = it.text.partition("=")[0]
-            if name not in {*envs.TABLE, *OTHER_VARIABLES} or name == "VLLM_TARGET_DEVICE":
-                found.append(f"sets {name}")
+            names = [word.partition("=")[0] for word in words]
+            known = {*envs.TABLE, *OTHER_VARIABLES, *device.BRIDGE_DEFAULTS} - {"VLLM_TARGET_DEVICE"}
+            found += [f"sets {name}" for name in names if name not in known]
         if "VLLM_TARGET_DEVICE=" in it.text and (it.name, it.stage) != ("RUN", 1):
             found.append("VLLM_TARGET_DEVICE is set outside the build of vLLM")
         if it.name == "RUN":
@@ -191,3 +191,10 @@ def test_write_then_check(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(image, "installed", lambda: [*FOUND[1:], ("torch", pin("torch"))])
     assert image.main(["check", str(path)]) == 1
     assert "pip must not replace it" in capsys.readouterr().err
+
+
+def test_the_image_sets_what_the_bridge_shall_find():
+    """torch may load the bridge before the plugin could."""
+    wanted = {name: value for name, (value, _) in device.BRIDGE_DEFAULTS.items()}
+    found = dict(re.findall(r"^(?:ENV|   ) *(\w+)=(\S+)", DOCKERFILE, re.M))
+    assert {name: found.get(name) for name in wanted} == wanted

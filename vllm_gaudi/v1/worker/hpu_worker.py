@@ -81,6 +81,7 @@ class HPUWorker(WorkerBase):
     def determine_available_memory(self) -> int:
         """Bytes for attention pages: what the user gave, or what is left of the device after everything else."""
         specs = self.get_kv_cache_spec()
+        taken = device.taken_memory(self._weight_bytes)
         spare_bytes = self._spare_block_bytes(specs)
         peak = self._profile(specs)
         state_bytes, num_staging = self.model_runner.caches.state_bytes, self.model_runner.grid.num_staging
@@ -96,12 +97,12 @@ class HPUWorker(WorkerBase):
             words = (
                 f"--gpu-memory-utilization {self.cache_config.gpu_memory_utilization} of {_gib(device.total_memory())}"
             )
-            available = budget - self._weight_bytes - peak - state_bytes - spare_bytes
+            available = budget - taken - peak - state_bytes - spare_bytes
         logger.info(
             "Memory budget %s (%s): weights %s, profile peak %s, GDN states %s, leaves %s for blocks",
             _gib(budget),
             words,
-            _gib(self._weight_bytes),
+            _gib(taken),
             _gib(peak),
             _gib(state_bytes),
             _gib(max(0, available)),
@@ -109,7 +110,7 @@ class HPUWorker(WorkerBase):
         if available <= 0:
             raise RuntimeError(
                 f"no memory is left for the block pool: {words} gives {_gib(budget)}, of which weights take "
-                f"{_gib(self._weight_bytes)}, the profile run {_gib(peak)} and the GDN states of "
+                f"{_gib(taken)}, the profile run {_gib(peak)} and the GDN states of "
                 f"{self.scheduler_config.max_num_seqs} slots and {num_staging} staging rows "
                 f"{_gib(state_bytes)}; raise --gpu-memory-utilization or --kv-cache-memory-bytes, or lower "
                 "--max-num-seqs or --max-num-batched-tokens"

@@ -16,3 +16,7 @@ sys.modules["torch.hpu"] = hpu
 calls.note("import")
 
 __all__ = ["core", "hpu"]
+
+
+def autoload() -> None:
+    """What the entry point of the bridge's distribution names; importing this module was all."""

@@ -111,17 +111,17 @@ def get_device_name(device: Any = None) -> str:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """(free, total) bytes."""
+    """(free, total) bytes: of the 6 GiB in use, 4 are tensors and 2 the driver's and the bridge's own."""
     note("mem_get_info")
     return 90 * GIB, 96 * GIB
 
 
 def memory_allocated(device: Any = None) -> int:
-    return 6 * GIB
+    return 4 * GIB
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    return 7 * GIB
+    return 5 * GIB
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
