@@ -139,6 +139,30 @@ def test_two_ranks_answer_as_one(name, flags, checkpoint, monkeypatch):
         assert found[0][1] == blocks
 
 
+def graphs_of(worker: Any) -> tuple[str | None, int, int, dict[str, int]]:
+    from torch._dynamo.utils import counters
+
+    graphs = worker.model_runner.graphs
+    return graphs.backend, counters["stats"]["unique_graphs"], graphs.num_late_graphs, dict(counters["graph_break"])
+
+
+def test_two_ranks_answer_as_one_with_compiled_layers(checkpoint, monkeypatch):
+    """The reduction over ranks is inside each layer's graph."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    path = checkpoint("q35_moe")
+    flags = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 64, "enable_prefix_caching": True}
+    prompts = {f"r{length}": prompt_of(length) for length in (65, 17, 90)}
+    with ranks(path, 1, **flags) as one:
+        wanted = one.run(prompts)
+    monkeypatch.setenv("VLLM_GAUDI_COMPILE", "aot_eager")
+    monkeypatch.setenv("VLLM_SKIP_WARMUP", "0")
+    with ranks(path, 2, **flags) as two:
+        assert_near(two.run(prompts), wanted)
+        for backend, made, late, breaks in two.ask(graphs_of):
+            assert backend == "aot_eager" and made > 10
+            assert (late, breaks) == (0, {})
+
+
 def test_two_ranks_shut_down_where_no_worker_ever_ran_in_the_engines_process(checkpoint, monkeypatch):
     """As in a fresh process: what an engine of one rank has done to ``torch.accelerator`` here is taken back."""
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
