@@ -65,10 +65,10 @@ class Row:
     highest_ratio: float
 
 
-def build(model: Model, layers: int, slots: int) -> GDNCheckpointStore:
-    """A store over ``layers`` GDN layers in three groups, with as many blocks as ``slots`` checkpoints need."""
+def build(model: Model, layers: int, slots: int, pool_blocks: int) -> GDNCheckpointStore:
+    """A store over ``layers`` GDN layers in three groups, with what ``slots`` checkpoints need or ``pool_blocks``."""
     per_group = layers // GROUPS
-    num_blocks = GROUPS * slots + 1
+    num_blocks = max(GROUPS * slots + 1, pool_blocks)
     page = (num_blocks * model.block_size + KERNEL_BLOCK, model.kv_heads, model.head)
     where = torch.device(device.device_type())
     k = [torch.zeros(page, dtype=torch.bfloat16, device=where) for _ in range(per_group)]
@@ -116,12 +116,17 @@ def measure(store: GDNCheckpointStore, requests: int, repeats: int, model: str) 
     return rows
 
 
-def measure_all(models: Sequence[Model], sizes: Sequence[int], layers: int, repeats: int) -> list[Row]:
-    """Rows of every model and number of requests, one store at a time."""
+def measure_all(
+    models: Sequence[Model], sizes: Sequence[int], layers: int, repeats: int, pool_blocks: int = 0
+) -> list[Row]:
+    """Rows of every model and number of requests, one store at a time.
+
+    ``pool_blocks``: at least so many; a device that copies all of a pool to move some blocks shows it in a large one.
+    """
     device.initialize()
     rows: list[Row] = []
     for model in tqdm(models, desc="Models", unit="model"):
-        store = build(model, layers, max(sizes))
+        store = build(model, layers, max(sizes), pool_blocks)
         for requests in tqdm(sizes, desc=model.name, unit="size", leave=False):
             rows += measure(store, requests, repeats, model.name)
         del store
@@ -132,9 +137,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=6, help="GDN layers, a multiple of three")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--pool-blocks", type=int, default=0, help="at least so many blocks in the pool")
     parser.add_argument("--json", help="also write the rows to this file")
     arguments = parser.parse_args()
-    rows = measure_all(MODELS, REQUESTS, arguments.layers, arguments.repeats)
+    rows = measure_all(MODELS, REQUESTS, arguments.layers, arguments.repeats, arguments.pool_blocks)
     threads = torch.get_num_threads()
     print(f"{threads} thread(s), {arguments.layers} layers, median of {arguments.repeats} (lowest..highest)")
     print("| model | direction | requests | MB | memcpy time / store time |")

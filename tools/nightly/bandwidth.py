@@ -21,13 +21,12 @@ from tools.nightly.setting import Setting
 FLOOR = 0.05
 
 
-def measure(layers: int, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+def measure(layers: int, sizes: Sequence[int], repeats: int, pool_blocks: int) -> list[dict[str, Any]]:
     """In this process, on this machine's device; ``layers``: GDN layers of each model, a multiple of three."""
     from benchmarks import bench_checkpoint
 
-    return [
-        dataclasses.asdict(row) for row in bench_checkpoint.measure_all(bench_checkpoint.MODELS, sizes, layers, repeats)
-    ]
+    rows = bench_checkpoint.measure_all(bench_checkpoint.MODELS, sizes, layers, repeats, pool_blocks)
+    return [dataclasses.asdict(row) for row in rows]
 
 
 def check(rows: Sequence[dict[str, Any]], floor: float) -> None:
@@ -44,9 +43,9 @@ def check(rows: Sequence[dict[str, Any]], floor: float) -> None:
 def run(setting: Setting) -> list[dict[str, Any]]:
     """Measures, writes the table and checks it; returns its rows."""
     arguments = (
-        {"layers": 6, "sizes": [1, 2, 4, 8, 16, 32], "repeats": 7}
+        {"layers": 6, "sizes": [1, 2, 4, 8, 16, 32], "repeats": 7, "pool_blocks": 2000}
         if setting.is_device
-        else {"layers": 3, "sizes": [1, 2], "repeats": 2}
+        else {"layers": 3, "sizes": [1, 2], "repeats": 2, "pool_blocks": 0}
     )
     rows = process.apply(setting, "tools.nightly.bandwidth:measure", arguments, {}, "bandwidth")
     report.write(setting.out, "bandwidth", "Checkpoints against a plain copy: copy's time / store's time", rows)
