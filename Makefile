@@ -60,7 +60,6 @@ docs: install ## the documentation site in .cache/site, its generated parts brou
 	@$(PYTHON_VENV) -m tools.docs build
 
 bench: install ## caching on beside caching off, on two sizes of model; under 15 minutes on two cores
-	@$(PYTHON_VENV) tools/install.py requirements/bench.txt
 	@$(RUN_ENV) $(PYTHON_VENV) benchmarks/bench.py $(BENCH_ARGS)
 
 wheel: install ## a wheel in dist/, without network

@@ -178,6 +178,7 @@ def measures(played: dict[str, Any], block_size: int) -> dict[str, float | None]
         "hit": hits / reached if reached else None,
         "recomputed": played["scheduled"] - needed if len(alone) == len(requests) and played["scheduled"] else None,
         "preempted": played["preempted"],
+        "steps": played["steps"],
         "kept": sum(kept) / len(kept) if kept else None,
     }
 
@@ -303,6 +304,8 @@ TABLE = (
     ("tokens/s", "tokens/s", "rate"),
     ("hit / reachable, %", "hit", "share"),
     ("sessions kept, %", "kept", "share"),
+    ("steps", "steps", "count"),
+    ("preempted", "preempted", "count"),
     ("recomputed tokens", "recomputed", "count"),
 )
 

@@ -80,11 +80,12 @@ class Player:
         due = {n: s.arrival for n, s in enumerate(sessions) if s.after is None}
         running: dict[str, dict[str, Any]] = {}
         done: list[dict[str, Any]] = []
-        step = 0
+        step = waited = 0  # steps so far, and those of them that nobody ran in
         began, cpu_began = time.perf_counter(), cpu_seconds()
         while due or running:
             if not running:
-                step = max(step, min(due.values()))
+                next_due = max(step, min(due.values()))
+                step, waited = next_due, waited + next_due - step
             for n in [n for n, at in sorted(due.items()) if at <= step]:
                 del due[n]
                 turn = sessions[n].turns[turn_of[n]]
@@ -137,7 +138,14 @@ class Player:
                     due.update({m: step for m, other in enumerate(sessions) if other.after == n})
         wall, cpu = time.perf_counter() - began, cpu_seconds() - cpu_began
         counts = (self.scheduled, self.preempted) if self.scheduler is not None else (None, None)
-        return {"requests": done, "wall": wall, "cpu": cpu, "scheduled": counts[0], "preempted": counts[1]}
+        return {
+            "requests": done,
+            "wall": wall,
+            "cpu": cpu,
+            "steps": step - waited,
+            "scheduled": counts[0],
+            "preempted": counts[1],
+        }
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()

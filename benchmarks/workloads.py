@@ -157,9 +157,9 @@ def cold(texts: Texts, scale: float) -> list[Session]:
 
 
 def pressure(texts: Texts, scale: float) -> list[Session]:
-    """More answers than the pool holds together: requests are preempted and resume."""
+    """More answers than the pool holds together: about every 20 steps a request is preempted, and resumes."""
     return [
-        Session([Turn(texts.tokens(texts.source.uniform(1.2, 2.8)), texts.count(1.2))])
+        Session([Turn(texts.tokens(texts.source.uniform(1.2, 2.8)), texts.count(2.5))])
         for _ in range(scaled(16, scale, 5))
     ]
 
@@ -177,7 +177,7 @@ WORKLOADS: dict[str, Workload] = {
         Workload("short", "64 prompts of less than B", short),
         Workload("cold", "unique prompts, the budget 2 B", cold, budget=2),
         Workload("cold-odd", "unique prompts, the budget 2.3 B", cold, budget=2.3),
-        Workload("pressure", "16 long answers at once in a pool for a third of them", pressure, pool=0.3),
+        Workload("pressure", "16 long answers at once in a pool for a third of them", pressure, pool=0.35),
     )
 }
 

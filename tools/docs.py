@@ -547,7 +547,7 @@ def nightly_variables() -> str:
 
 def pins() -> str:
     rows: list[list[str]] = []
-    for name in ("host.txt", "build.txt", "test.txt", "docs.txt", "nightly.txt", "bench.txt"):
+    for name in ("host.txt", "build.txt", "test.txt", "docs.txt", "nightly.txt"):
         for line in (ROOT / "requirements" / name).read_text().splitlines():
             requirement, _, why = line.partition("#")
             if requirement.strip():

@@ -218,7 +218,7 @@ def test_what_is_used_of_vllm_is_found():
     assert docs.doors().count("register_oot") >= 2
 
 
-@pytest.mark.parametrize("name", ["docs.txt", "bench.txt", "nightly.txt"])
+@pytest.mark.parametrize("name", ["docs.txt", "nightly.txt"])
 def test_what_a_target_adds_is_pinned_with_a_reason(name):
     text = (docs.ROOT / "requirements" / name).read_text()
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
