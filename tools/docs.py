@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation site: writes the generated parts of docs/, and builds the site with MkDocs into .cache/site.
 
-Owns: the generated sections (in the pages, between ``<!-- generated: NAME -->`` and ``<!-- end -->``), the picture of
-the pool, and the arithmetic of block sizes and memory. Reads sources and tables; imports neither torch nor vLLM.
-Never: a sentence by hand inside a generated section, or a number that is not computed here.
+Owns: the generated sections (in the pages, between ``<!-- generated: NAME -->`` and ``<!-- end -->``), and the picture
+of the pool. Reads sources and tables; imports neither torch nor vLLM.
+Never: a sentence by hand inside a generated section, or a number that is not computed here or in the package.
 
 Ordering rule: sections are written before the site is built, so a built site is never behind the tree.
 
@@ -29,11 +29,12 @@ from typing import Any
 from tools import install
 from tools.nightly import setting
 from vllm_gaudi import capabilities, compat, device, envs
-from vllm_gaudi.bucketing.grid import CONFIG_KEYS, BucketGrid
+from vllm_gaudi.bucketing.grid import CONFIG_KEYS
 from vllm_gaudi.ops import registry
+from vllm_gaudi.planning import DEFAULT_SERVING, GB, Geometry, Model, Serving, grid
 from vllm_gaudi.testing import operator_table
 from vllm_gaudi.v1.core.sched import block_size, cache_stats
-from vllm_gaudi.v1.worker.gdn_checkpoint.layout import StateShape, pack
+from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -42,7 +43,7 @@ PICTURE = DOCS / "assets" / "pool.svg"
 SITE = ROOT / ".cache" / "site"
 DOCS_PINS = ROOT / "requirements" / "docs.txt"
 SECTION = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.S)
-MIB, GIB, GB = 2**20, 2**30, 10**9
+MIB = 2**20
 
 
 # Numbers out of the sources
@@ -65,34 +66,11 @@ def constant(path: str, name: str) -> Any:
     raise LookupError(f"{path} has no constant {name}")
 
 
-KERNEL_BLOCK: int = constant("attention/backend.py", "DEFAULT_BLOCK_SIZE")
-ROW_TILE: int = constant("v1/worker/hpu_model_runner.py", "PREFILL_ROW_TILE")
-RESERVED_ROWS: int = constant("v1/worker/kv_cache.py", "NUM_RESERVED_ROWS")
+KERNEL_BLOCK: int = block_size.MAX_KERNEL_BLOCK
 GDN_CHUNK: int = block_size.DEFAULT_GDN_CHUNK
 
 
-# Models and their arithmetic
-
-
-@dataclass(frozen=True)
-class Model:
-    """One target's dimensions as its published config gives them; bf16 keys, values and conv tail."""
-
-    name: str
-    path: str  # what `vllm serve` is given
-    billions: int  # parameters, nominal: the number in the name
-    gdn_layers: int
-    attention_layers: int
-    kv_heads: int
-    k_heads: int
-    v_heads: int
-    ssm_bytes: int  # per element of the SSM state
-    head: int = 256
-    gdn_head: int = 128
-    conv_kernel: int = 4
-    is_multimodal: bool = True
-    flags: tuple[str, ...] = ()
-
+# Models. Their arithmetic is vllm_gaudi/planning.py's
 
 QWEN35_27B = Model("Qwen3.5-27B, Qwen3.6-27B (dense)", "Qwen/Qwen3.6-27B", 27, 48, 16, 4, 16, 48, 4)
 QWEN35_35B = Model("Qwen3.5-35B-A3B, Qwen3.6-35B-A3B", "Qwen/Qwen3.5-35B-A3B", 35, 30, 10, 2, 16, 32, 4)
@@ -129,97 +107,6 @@ RANKS = (1, 2, 4, 8)
 
 KNOWN_BLOCKS = ((QWEN35_27B, 1, 896), (QWEN35_35B, 1, 1152), (QWEN35_397B, 8, 640))
 """Published block sizes that the formula must reproduce."""
-
-
-@dataclass(frozen=True)
-class Serving:
-    """The flags that memory depends on."""
-
-    max_model_len: int = 32768
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 8192
-    share: float = 0.92  # vLLM's default of --gpu-memory-utilization
-
-
-DEFAULT_SERVING = Serving()
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """One model on ``ranks`` ranks; all bytes are of one rank."""
-
-    model: Model
-    ranks: int
-
-    @property
-    def state(self) -> StateShape:
-        model = self.model
-        conv_dim = (2 * model.k_heads + model.v_heads) * model.gdn_head // self.ranks
-        heads = model.v_heads // self.ranks
-        return StateShape(
-            (model.conv_kernel - 1, conv_dim), 2, (heads, model.gdn_head, model.gdn_head), model.ssm_bytes
-        )
-
-    @property
-    def token_bytes(self) -> int:
-        """K and V of one token in one attention layer; a KV head is never cut, so ranks beyond their number copy it."""
-        return 2 * max(1, self.model.kv_heads // self.ranks) * self.model.head * 2
-
-    @property
-    def block(self) -> int:
-        """B: the fewest tokens, in whole kernel blocks, whose K and V hold one layer's state."""
-        return KERNEL_BLOCK * -(-self.state.num_bytes // (KERNEL_BLOCK * self.token_bytes))
-
-    @property
-    def page_bytes(self) -> int:
-        return self.block * self.token_bytes
-
-    @property
-    def block_bytes(self) -> int:
-        """What one block of the pool takes over all attention layers."""
-        return self.page_bytes * self.model.attention_layers
-
-    @property
-    def row_bytes(self) -> int:
-        """One state row (a slot, a reserved or a staging row) over all GDN layers; also one checkpoint."""
-        return self.state.num_bytes * self.model.gdn_layers
-
-    @property
-    def fill(self) -> float:
-        return self.state.num_bytes / self.page_bytes
-
-    @property
-    def has_whole_heads(self) -> bool:
-        return pack(self.state, self.page_bytes // 2 // 4)[1]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Nominal: every parameter in two bytes and cut evenly."""
-        return 2 * self.model.billions * GB // self.ranks
-
-    def staging_rows(self, serving: Serving = DEFAULT_SERVING) -> int:
-        return grid(self.block, serving).num_staging
-
-    def state_bytes(self, serving: Serving = DEFAULT_SERVING) -> int:
-        return self.row_bytes * (serving.max_num_seqs + RESERVED_ROWS + self.staging_rows(serving))
-
-    def tokens_left(self, card_bytes: int, serving: Serving = DEFAULT_SERVING) -> int:
-        """Tokens of attention that the pool holds at most: the profile run's peak comes off too and is not known."""
-        left = int(serving.share * card_bytes) - self.weight_bytes - self.state_bytes(serving)
-        return max(0, left // self.block_bytes - 1) * self.block
-
-
-def grid(block: int, serving: Serving = DEFAULT_SERVING) -> BucketGrid:
-    """The ladders that an engine with these flags has, on a pool that never limits them."""
-    return BucketGrid(
-        query_multiple=ROW_TILE,
-        max_query=serving.max_num_batched_tokens,
-        max_batch=serving.max_num_seqs,
-        max_context=serving.max_model_len,
-        kernel_block=KERNEL_BLOCK,
-        max_blocks=1 << 30,
-        block_size=block,
-    )
 
 
 # Tables
@@ -363,7 +250,7 @@ def recipe_commands() -> str:
         parts.append(
             f"### {model.name}\n\n```bash\n{command}\n```\n\n"
             f"B = {g.block:,} tokens on {ranks} rank{'s' if ranks > 1 else ''}. A block takes {mib(g.block_bytes)} MiB,"
-            f" a state row {mib(g.row_bytes)} MiB; {serving.max_num_seqs} slots, {RESERVED_ROWS} reserved and "
+            f" a state row {mib(g.row_bytes)} MiB; {serving.max_num_seqs} slots, {NUM_RESERVED_ROWS} reserved and "
             f"{g.staging_rows()} staging rows take {mib(g.state_bytes())} MiB, all per rank.\n"
         )
     return "\n".join(parts)

@@ -19,6 +19,11 @@ from vllm_gaudi.bucketing.strategy import doubling, explicit, round_up, smallest
 MIN_ROWS = 16
 """Fewest token rows given to a matrix product (few rows change its result on a CPU)."""
 
+PREFILL_ROW_TILE = 64
+"""Token rows of a prefill come in multiples of this many: a host's row tile, and a multiple of the GDN chunk."""
+
+DECODE_ROW_TILE = 16
+
 MOST_DECODE_TOKENS = 1 << 19
 """Tokens of context that the sequences of one decode forward read between them; more are cut into several forwards.
 

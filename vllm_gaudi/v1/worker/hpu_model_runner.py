@@ -28,7 +28,14 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_gaudi import device, envs
-from vllm_gaudi.bucketing.grid import CONFIG_KEYS, BucketGrid, DecodeBucket, PrefillBucket
+from vllm_gaudi.bucketing.grid import (
+    CONFIG_KEYS,
+    DECODE_ROW_TILE,
+    PREFILL_ROW_TILE,
+    BucketGrid,
+    DecodeBucket,
+    PrefillBucket,
+)
 from vllm_gaudi.models.attention import install_attention
 from vllm_gaudi.models.linear import install_row_tiles
 from vllm_gaudi.v1.core.gdn_checkpoint import GDNCheckpointSpec
@@ -48,9 +55,6 @@ from vllm_gaudi.v1.worker.warmup import validate, warm_up
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-PREFILL_ROW_TILE = 64
-DECODE_ROW_TILE = 16
 
 
 @dataclass(frozen=True)

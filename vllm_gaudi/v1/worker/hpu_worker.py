@@ -23,8 +23,9 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from vllm_gaudi import compat, device, envs
+from vllm_gaudi.planning import MemoryBudget, conversations
+from vllm_gaudi.v1.core.sched.block_size import kernel_block_size
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
-from vllm_gaudi.v1.worker.kv_cache import kernel_block_size
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
@@ -50,6 +51,7 @@ class HPUWorker(WorkerBase):
     ):
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
         self.model_runner: HPUModelRunner
+        self.memory: MemoryBudget
         self._weight_bytes = 0
 
     # Start-up, in the order in which vLLM calls it
@@ -82,22 +84,25 @@ class HPUWorker(WorkerBase):
         """Bytes for attention pages: what the user gave, or what is left of the device after everything else."""
         specs = self.get_kv_cache_spec()
         taken = device.taken_memory(self._weight_bytes)
-        spare_bytes = self._spare_block_bytes(specs)
-        peak = self._profile(specs)
-        state_bytes, num_staging = self.model_runner.caches.state_bytes, self.model_runner.grid.num_staging
+        self._make_profile_pool(specs)
+        memory = self.memory = MemoryBudget(
+            total=self._total_memory(),
+            utilization=self.cache_config.gpu_memory_utilization,
+            given=self.cache_config.kv_cache_memory_bytes,
+            weights=taken,
+            peak=self._profile(),
+            states=self.model_runner.caches.state_bytes,
+            spare=self._spare_block_bytes(specs),
+        )
+        num_staging = self.model_runner.grid.num_staging
         # The engine's own states come next: with these still there, a device would have to hold both at once.
         self.model_runner.drop_kv_cache()
         gc.collect()
-        given = self.cache_config.kv_cache_memory_bytes
-        if given is not None:
-            budget, words = given, f"--kv-cache-memory-bytes {given}"
-            available = budget - state_bytes - spare_bytes
+        if memory.given is not None:
+            words = f"--kv-cache-memory-bytes {memory.given}"
         else:
-            budget = int(device.total_memory() * self.cache_config.gpu_memory_utilization)
-            words = (
-                f"--gpu-memory-utilization {self.cache_config.gpu_memory_utilization} of {_gib(device.total_memory())}"
-            )
-            available = budget - taken - peak - state_bytes - spare_bytes
+            words = f"--gpu-memory-utilization {memory.utilization} of {_gib(memory.total)}"
+        budget, peak, state_bytes, available = memory.budget, memory.peak, memory.states, memory.available
         logger.info(
             "Memory budget %s (%s): weights %s, profile peak %s, GDN states %s, leaves %s for blocks",
             _gib(budget),
@@ -125,8 +130,11 @@ class HPUWorker(WorkerBase):
             if not isinstance(spec, MambaSpec)
         )
 
-    def _profile(self, specs: dict[str, KVCacheSpec]) -> int:
-        """Peak bytes of the largest forwards and of sampling, on a pool of one block, which the caller drops."""
+    def _total_memory(self) -> int:
+        return device.total_memory()
+
+    def _make_profile_pool(self, specs: dict[str, KVCacheSpec]) -> None:
+        """Caches with a pool of one block, which the profile run reads; the caller drops them."""
         attention = [name for name, spec in specs.items() if not isinstance(spec, MambaSpec)]
         gdn = [name for name, spec in specs.items() if isinstance(spec, MambaSpec)]
         groups = [KVCacheGroupSpec(attention, specs[attention[0]])]
@@ -136,9 +144,12 @@ class HPUWorker(WorkerBase):
             self.model_runner.initialize_kv_cache(
                 KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups), for_profile=True
             )
-            with device.PeakMemory() as peak:
-                self.model_runner.profile_run()
-                device.synchronize()
+
+    def _profile(self) -> int:
+        """Peak bytes of the largest forwards and of sampling."""
+        with set_current_vllm_config(self.vllm_config), device.PeakMemory() as peak:
+            self.model_runner.profile_run()
+            device.synchronize()
         self.model_runner.graphs.warm_shapes.clear()
         return peak.bytes
 
@@ -148,8 +159,6 @@ class HPUWorker(WorkerBase):
 
     def _say_what_was_built(self) -> None:
         geometry = self.model_runner.caches.geometry
-        # What one conversation of max_model_len tokens takes: its attention blocks and, to be resumed, one checkpoint.
-        blocks_each = -(-self.model_config.max_model_len // geometry.block_size) + len(self.model_runner.cached_groups)
         logger.info(
             "vllm_gaudi on %s: B = %d tokens, %d GDN group(s) + 1 attention group, %d blocks; pool %s, %d slots and %d "
             "staging rows %s, weights %s; %.1f conversations of %d tokens fit",
@@ -162,7 +171,13 @@ class HPUWorker(WorkerBase):
             self.model_runner.grid.num_staging,
             _gib(self.model_runner.caches.state_bytes),
             _gib(self._weight_bytes),
-            min((geometry.num_blocks - 1) / blocks_each, self.scheduler_config.max_num_seqs),
+            conversations(
+                geometry.num_blocks,
+                geometry.block_size,
+                len(self.model_runner.cached_groups),
+                self.model_config.max_model_len,
+                self.scheduler_config.max_num_seqs,
+            ),
             self.model_config.max_model_len,
         )
 

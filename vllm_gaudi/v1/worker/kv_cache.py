@@ -15,19 +15,14 @@ from typing import Any
 
 import torch
 
-from vllm_gaudi.v1.core.sched.block_size import attention_block_size, gdn_chunk_size, is_gdn_group
+from vllm_gaudi.v1.core.sched.block_size import (
+    attention_block_size,
+    gdn_chunk_size,
+    is_gdn_group,
+    kernel_block_size,
+)
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import StateShape
-
-NUM_RESERVED_ROWS = 2
-"""State rows after the slots: ZERO (never written, read by pads) and TRASH (never read, written by pads)."""
-
-MAX_KERNEL_BLOCK = 128
-"""Most tokens of a kernel block; Gaudi's only size."""
-
-
-def kernel_block_size(block_size: int) -> int:
-    """Tokens of a kernel block: the largest divisor of ``block_size`` that divides ``MAX_KERNEL_BLOCK``."""
-    return gdn_chunk_size(block_size) if block_size % MAX_KERNEL_BLOCK else MAX_KERNEL_BLOCK
+from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import heapq
 
+NUM_RESERVED_ROWS = 2
+"""State rows after the slots: ZERO (never written, read by pads) and TRASH (never read, written by pads)."""
+
 
 class SlotPool:
     """``num_slots`` slots, 0 .. num_slots - 1."""

@@ -8,13 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_gaudi.v1.worker.kv_cache import (
-    MAX_KERNEL_BLOCK,
-    NUM_RESERVED_ROWS,
-    CacheGeometry,
-    KVCaches,
-    kernel_block_size,
-)
+from vllm_gaudi.v1.core.sched.block_size import MAX_KERNEL_BLOCK, kernel_block_size
+from vllm_gaudi.v1.worker.kv_cache import CacheGeometry, KVCaches
+from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
 
 NUM_SLOTS = 3
 NUM_STAGING = 2

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block size B and GDN chunk C, read from the KV cache config. Never torch, never the worker: another process.
 
-Owns: the two numbers that scheduler and worker must agree on.
+Owns: the two numbers that scheduler and worker must agree on, and the kernel block that follows from B.
 Never: ``cache_config.block_size``, which vLLM re-derives on the live config after start-up.
 """
 
@@ -13,10 +13,18 @@ from typing import Any
 DEFAULT_GDN_CHUNK = 64
 """Tokens of a GDN chunk where the block size allows it."""
 
+MAX_KERNEL_BLOCK = 128
+"""Most tokens of a kernel block; Gaudi's only size."""
+
 
 def gdn_chunk_size(block_size: int) -> int:
     """Tokens of a GDN chunk: the largest divisor of ``block_size`` that also divides ``DEFAULT_GDN_CHUNK``."""
     return math.gcd(block_size, DEFAULT_GDN_CHUNK)
+
+
+def kernel_block_size(block_size: int) -> int:
+    """Tokens of a kernel block: the largest divisor of ``block_size`` that divides ``MAX_KERNEL_BLOCK``."""
+    return gdn_chunk_size(block_size) if block_size % MAX_KERNEL_BLOCK else MAX_KERNEL_BLOCK
 
 
 def is_gdn_group(group: Any) -> bool:
