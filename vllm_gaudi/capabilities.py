@@ -344,13 +344,28 @@ TABLE: tuple[Refusal, ...] = (
 )
 
 
+class Refused(RuntimeError):
+    """A configuration that the table refuses. ``sentences``: by the name of the row, in table order."""
+
+    def __init__(self, sentences: dict[str, str]):
+        super().__init__("vllm_gaudi refuses this configuration: " + "; ".join(sentences.values()))
+        self.sentences = sentences
+
+    def __reduce__(self) -> tuple[type[Refused], tuple[dict[str, str]]]:
+        return Refused, (self.sentences,)
+
+
+def _sentences(facts: Facts) -> dict[str, str]:
+    return {row.name: row.sentence.format(facts=facts) for row in TABLE if row.applies(facts)}
+
+
 def refusals(facts: Facts) -> list[str]:
     """The sentences of every row that applies, in table order."""
-    return [row.sentence.format(facts=facts) for row in TABLE if row.applies(facts)]
+    return list(_sentences(facts).values())
 
 
 def refuse(facts: Facts) -> None:
-    """Raise RuntimeError with every sentence that applies; return when none does."""
-    sentences = refusals(facts)
+    """Raise ``Refused``, a RuntimeError, with every sentence that applies; return when none does."""
+    sentences = _sentences(facts)
     if sentences:
-        raise RuntimeError("vllm_gaudi refuses this configuration: " + "; ".join(sentences))
+        raise Refused(sentences)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllm_gaudi import envs
-from vllm_gaudi.capabilities import SUPPORTED_ARCHITECTURES, TABLE, Facts, refusals, refuse
+from vllm_gaudi.capabilities import SUPPORTED_ARCHITECTURES, TABLE, Facts, Refused, refusals, refuse
 
 # For each row: changes to the default facts, every one of which triggers it and no other row.
 TRIGGERS: dict[str, list[dict]] = {
@@ -151,3 +152,11 @@ def test_all_refusals_are_reported_together_in_table_order():
     order = [text.index(word) for word in ("float16", "--enable-lora", "instead of 4", "VLLM_DEFRAG")]
     assert order == sorted(order)
     assert len(refusals(facts)) == 4
+
+
+def test_a_refusal_carries_its_rows_into_another_process():
+    with pytest.raises(Refused) as refused:
+        refuse(Facts(lora=True, dtype="float16"))
+    error = pickle.loads(pickle.dumps(refused.value))
+    assert list(error.sentences) == ["dtype", "lora"]
+    assert str(error) == str(refused.value) and all(sentence in str(error) for sentence in error.sentences.values())

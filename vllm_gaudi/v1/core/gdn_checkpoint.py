@@ -28,6 +28,8 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from vllm_gaudi.v1.core.retention import is_kept, prompt_ends
+
 EXTRA_SHARE = 1 / 32
 """Of the pool's blocks, for checkpoints that retention does not keep: what they cost is that share of the pool."""
 
@@ -219,14 +221,9 @@ class CheckpointLedger:
     # One checkpoint
 
     def _is_kept(self, request: Any, boundary: int) -> bool:
-        if self._retention is None:
-            return True
-        if self._retention and boundary * self._block_size % self._retention == 0:
-            return True
-        return boundary in self._prompt_ends(request) or boundary == request.shared_prefix_boundary // self._block_size
-
-    def _prompt_ends(self, request: Any) -> tuple[int, int]:
-        return (request.num_prompt_tokens - 1) // self._block_size, request.num_prompt_tokens // self._block_size
+        return is_kept(
+            boundary, self._block_size, self._retention, request.num_prompt_tokens, request.shared_prefix_boundary
+        )
 
     def _key(self, request: Any, boundary: int) -> Any:
         """The boundary's hash, None while its last token is not known."""
@@ -303,15 +300,15 @@ class CheckpointLedger:
         boundary = checkpoint.boundary
         self._extras.pop(checkpoint, None)
         ends = self._ends.setdefault(request.request_id, {})
-        prompt_ends = self._prompt_ends(request)
+        ends_of_prompt = prompt_ends(request.num_prompt_tokens, self._block_size)
         is_last = boundary > max(ends, default=0)
         if is_last:
-            for passed in [passed for passed in ends if passed not in prompt_ends]:
+            for passed in [passed for passed in ends if passed not in ends_of_prompt]:
                 del ends[passed]
             self._pass_by(request, boundary)
             if not self._is_kept(request, boundary):
                 self._rolling[request.request_id] = checkpoint
-        if is_last or boundary in prompt_ends:
+        if is_last or boundary in ends_of_prompt:
             ends[boundary] = checkpoint
 
     def _is_alive(self, checkpoint: Checkpoint) -> bool:
