@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m vllm_gaudi.cli`, the same as `vllm-gaudi`."""
+
+import sys
+
+from vllm_gaudi.cli import main
+
+sys.exit(main())
