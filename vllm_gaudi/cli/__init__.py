@@ -146,7 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         top.error(f"unrecognized arguments: {' '.join(rest)}")
     for name, value in QUIET.items():
         envs.set_default(name, value)
-    compat.define_torchvision_schemas()
     run = _plan if options.command == "plan" else _why
     try:
         return run(options, rest)
@@ -156,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: argparse.Namespace, rest: list[str]) -> int:
+    compat.define_torchvision_schemas()
     from vllm_gaudi.cli import draft
 
     found = draft.make(options, rest)

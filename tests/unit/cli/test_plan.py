@@ -76,22 +76,7 @@ PACKING = (
 )
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Any]]:
-    """``run(*arguments)``: exit code, stdout and stderr; what the command sets in the environment goes again."""
-    before = dict(os.environ)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code = cli.main([str(argument) for argument in arguments])
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        out, err = capfd.readouterr()
-        return code, out, err
-
-    yield call
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
+CACHE: dict[tuple[str, ...], str] = {}
 
 
 @pytest.fixture
@@ -99,8 +84,10 @@ def plan(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     """``plan(name, *flags)``: the JSON of a plan of one of the configs, with a device that is large enough."""
 
     def call(name: str, *flags: object) -> dict[str, Any]:
-        _, out, _ = run("plan", CONFIGS / f"{name}.json", "--max-model-len", 32768, "--json", *flags)
-        return json.loads(out)
+        key = (name, *map(str, flags))
+        if key not in CACHE:
+            CACHE[key] = run("plan", CONFIGS / f"{name}.json", "--max-model-len", 32768, "--json", *flags)[1]
+        return json.loads(CACHE[key])
 
     return call
 

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A way to run the command in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from vllm_gaudi import cli
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """``run(*arguments)``: exit code, stdout and stderr; what the command sets in the environment goes again."""
+    before = set(os.environ)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code = cli.main([str(argument) for argument in arguments])
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        return code, *capfd.readouterr()
+
+    yield call
+    for name in set(os.environ) - before:
+        del os.environ[name]
