@@ -24,6 +24,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -137,6 +138,8 @@ def one_rank_of(config: VllmConfig) -> Iterator[None]:
             group.world_size = config.parallel_config.tensor_parallel_size
             yield
         finally:
+            # vLLM keeps rotary embeddings for the life of a process, by their arguments; these have no values.
+            _ROPE_DICT.clear()
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()
 

@@ -75,9 +75,9 @@ class Why:
     common_blocks: int
     boundaries: tuple[int, ...]  # where A's states are kept under pressure, in tokens
     fresh: Reuse  # A has just run and the pool has room
-    pressed: Reuse  # the pool is full since, and only what retention keeps is left
+    pressed: Reuse  # the pool has filled up since, and only what retention keeps is left
+    full: Reuse  # A has run in a full pool, which takes that and little else: at least
     together: Reuse  # A and B arrive in one step; at most, where A takes more than one
-    unkept: Reuse  # nothing of A's states was ever kept, for want of blocks
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -200,8 +200,8 @@ def compare(
         boundaries=tuple(block_size * k for k in kept),
         fresh=rule.reuse(every, every),
         pressed=rule.reuse(kept, every),
+        full=rule.reuse(kept, kept),
         together=rule.reuse(every, every, is_deferred=True),
-        unkept=rule.reuse((), ()),
         notes=tuple(notes),
     )
 
@@ -292,7 +292,7 @@ def _lines(why: Why) -> Iterator[str]:
     for words, reuse in (
         ("after A, with room", why.fresh),
         ("after A, pool full since", why.pressed),
-        ("A's states never kept", why.unkept),
+        ("after A in a full pool", why.full),
         ("together with A", why.together),
     ):
         reason = MEANINGS[reuse.reason] if reuse.reason is None else f"{reuse.reason}: {MEANINGS[reuse.reason]}"

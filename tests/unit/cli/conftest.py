@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -12,17 +12,17 @@ from vllm_gaudi import cli
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """``run(*arguments)``: exit code, stdout and stderr; what the command sets in the environment goes again."""
-    before = set(os.environ)
 
     def call(*arguments: object) -> tuple[int, str, str]:
+        before = set(os.environ)
         try:
             code = cli.main([str(argument) for argument in arguments])
         except SystemExit as stopped:
             code = int(stopped.code or 0)
+        for name in set(os.environ) - before:
+            del os.environ[name]
         return code, *capfd.readouterr()
 
-    yield call
-    for name in set(os.environ) - before:
-        del os.environ[name]
+    return call

@@ -17,18 +17,18 @@ def with_change_at(place, tokens=TEN):
     return [*tokens[:place], 99, *tokens[place + 1 :]]
 
 
-# A, B, common tokens, then hit and reason: fresh, pressed, together, never kept
+# A, B, common tokens, then hit and reason: fresh, pressed, together, full
 CASES = {
-    "identical": (TEN, TEN, 10, (8, None), (8, None), (8, DEFERRED), (0, NO_CHECKPOINT)),
-    "extended": (TEN, [*TEN, *TEN], 10, (8, None), (8, None), (8, DEFERRED), (0, NO_CHECKPOINT)),
+    "identical": (TEN, TEN, 10, (8, None), (8, None), (8, DEFERRED), (8, None)),
+    "extended": (TEN, [*TEN, *TEN], 10, (8, None), (8, None), (8, DEFERRED), (8, None)),
     "shortened": (TEN, TEN[:7], 7, (4, None), (0, EVICTED), (4, DEFERRED), (0, NO_CHECKPOINT)),
     "shorter than a block": (TEN, TEN[:4], 4, (0, SHORT), (0, SHORT), (0, SHORT), (0, SHORT)),
     "a block and a token": (TEN, TEN[:5], 5, (4, None), (0, EVICTED), (4, DEFERRED), (0, NO_CHECKPOINT)),
     "at the first token": (TEN, with_change_at(0), 0, (0, None), (0, None), (0, None), (0, None)),
     "in the first block": (TEN, with_change_at(3), 3, (0, None), (0, None), (0, None), (0, None)),
     "right after a boundary": (TEN, with_change_at(4), 4, (4, None), (0, EVICTED), (4, DEFERRED), (0, NO_CHECKPOINT)),
-    "after the last boundary": (TEN, with_change_at(9), 9, (8, None), (8, None), (8, DEFERRED), (0, NO_CHECKPOINT)),
-    "B on a boundary": (TEN[:8], TEN[:8], 8, (4, None), (4, None), (4, DEFERRED), (0, NO_CHECKPOINT)),
+    "after the last boundary": (TEN, with_change_at(9), 9, (8, None), (8, None), (8, DEFERRED), (8, None)),
+    "B on a boundary": (TEN[:8], TEN[:8], 8, (4, None), (4, None), (4, DEFERRED), (4, None)),
 }
 
 
@@ -43,7 +43,7 @@ def test_what_is_reused_and_why_not(case, run):
     a, b, common, *expected = CASES[case]
     found = why(run, a, b)
     assert (found["common_tokens"], found["common_blocks"]) == (common, common // B)
-    states = [found[key] for key in ("fresh", "pressed", "together", "unkept")]
+    states = [found[key] for key in ("fresh", "pressed", "together", "full")]
     assert [(state["tokens"], state["reason"]) for state in states] == expected
 
 
