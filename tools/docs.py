@@ -28,8 +28,9 @@ from typing import Any
 
 from tools import install
 from tools.nightly import setting
-from vllm_gaudi import capabilities, compat, device, envs
+from vllm_gaudi import capabilities, cli, compat, device, envs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS
+from vllm_gaudi.cli import why
 from vllm_gaudi.ops import registry
 from vllm_gaudi.planning import DEFAULT_SERVING, GB, Geometry, Model, Serving, grid
 from vllm_gaudi.testing import operator_table
@@ -741,6 +742,24 @@ def doors() -> str:
     return table(("door", "our class", "file"), rows)
 
 
+def arguments(command: str) -> str:
+    """What `vllm-gaudi COMMAND` takes."""
+    rows = []
+    for action in cli.parsers()[command]._actions:
+        names = ", ".join(code(name) for name in action.option_strings) or code(action.metavar)
+        value = code(action.metavar) if action.option_strings and action.metavar else "-"
+        if action.dest != "help":
+            rows.append((names, value, action.help))
+    return table(("argument", "value", "meaning"), rows)
+
+
+def reused() -> str:
+    """What the command tells of some prompts of token ids, B = 4."""
+    ten = list(range(10, 20))
+    options = cli.parsers()[""].parse_args(["why", str(ten), str([*ten[:6], 99, 17, 18]), "--block-size", "4"])
+    return f"```text\n{why.make(options).as_text()}\n```\n"
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "dimensions": dimensions,
     "block-sizes": block_sizes,
@@ -773,6 +792,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "private-uses": private_uses,
     "internals": internals,
     "doors": doors,
+    "plan-arguments": lambda: arguments("plan"),
+    "why-arguments": lambda: arguments("why"),
+    "why-example": reused,
 }
 
 

@@ -33,8 +33,8 @@ class UsageError(Exception):
     """An input that the user can repair; the message is the sentence to print."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command. Standard library only."""
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of the whole command under "", and those of its commands by name. Standard library only."""
     top = argparse.ArgumentParser(
         prog="vllm-gaudi",
         description="Sizes and misses of vllm_gaudi, told without a device.",
@@ -92,8 +92,8 @@ def parser() -> argparse.ArgumentParser:
     why.add_argument(
         "--block-size",
         type=positive_int,
-        metavar="B",
-        help="B of the engine, as its start-up line tells; without it B follows from --model and --tp",
+        metavar="TOKENS",
+        help="block size of the engine, as its start-up line tells; else it follows from --model and --tp",
     )
     why.add_argument(
         "--prefix-cache-retention-interval",
@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         help="as the engine's flag of that name: 0 (default), tokens, or None",
     )
     why.add_argument("--json", action="store_true", help="print JSON")
-    return top
+    return {"": top, "plan": plan, "why": why}
 
 
 def positive_int(text: str) -> int:
@@ -140,7 +140,7 @@ def retention(text: str) -> int | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    top = parser()
+    top = parsers()[""]
     options, rest = top.parse_known_args(arguments)
     if options.command == "why" and rest:
         top.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -77,7 +77,9 @@ class Renderer(contextlib.ExitStack):
             drawn = paper.Paper(paper.configuration(self._args), CARD_BYTES, peak=0)
         except (RuntimeError, ValueError) as error:
             sentence = paper.sentence_of(error, self._directory, self._given)
-            raise UsageError(f"B does not follow from {self._given}; pass --block-size: {sentence}") from error
+            raise UsageError(
+                f"the block size does not follow from {self._given}; pass --block-size: {sentence}"
+            ) from error
         return drawn.runner.caches.geometry.block_size
 
     def _text(self, content: str, request: dict[str, Any]) -> Any:

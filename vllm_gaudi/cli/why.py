@@ -3,7 +3,7 @@
 
 Owns: reading a prompt, the comparison, and its words. Token ids come from vLLM's own renderer, the kept boundaries and
 the reasons from the scheduler's own rules.
-Never: an engine; B comes from the user or from an engine on paper.
+Never: an engine; the block size comes from the user or from an engine on paper.
 
 Ordering rule: what decides is the token ids; texts are shown, and never compared.
 """
@@ -93,7 +93,7 @@ def make(options: argparse.Namespace) -> Why:
     if options.model is None:
         if options.block_size is None:
             raise UsageError(
-                "B is not known; pass --block-size, which the engine's start-up line tells, or --model DIR"
+                "the block size is not known; pass --block-size, which the engine's start-up line tells, or --model DIR"
             )
         named = [name for name, prompt in zip("AB", prompts, strict=True) if prompt.kind != "ids"]
         if named:
@@ -111,7 +111,9 @@ def make(options: argparse.Namespace) -> Why:
             block_size = options.block_size or renderer.block_size()
             text_of = renderer.text
     if options.retention and options.retention % block_size:
-        raise UsageError(f"--prefix-cache-retention-interval {options.retention} is not a multiple of B = {block_size}")
+        raise UsageError(
+            f"--prefix-cache-retention-interval {options.retention} is not a multiple of the block size {block_size}"
+        )
     return compare(prompts, ids, block_size, options.retention, text_of)
 
 
@@ -267,12 +269,12 @@ MEANINGS = {
     SHORT: "the prompt has no whole block before its last token",
     NO_CHECKPOINT: "attention blocks reach further than any state that was kept",
     REASONS[2]: "a state further on was there and its blocks hold something else now",
-    DEFERRED: "B waits one step and starts from where A has got, at most there",
+    DEFERRED: "B waits one step and starts from where A has got",
 }
 
 
 def _lines(why: Why) -> Iterator[str]:
-    yield f"B = {why.block_size:,} tokens per block, retention {why.retention_interval}"
+    yield f"blocks of {why.block_size:,} tokens, retention {why.retention_interval}"
     yield f"A: {why.a.num_tokens:,} tokens of {why.a.kind}; B: {why.b.num_tokens:,} tokens of {why.b.kind}"
     yield ""
     if why.a.token is None and why.b.token is None:
@@ -292,11 +294,11 @@ def _lines(why: Why) -> Iterator[str]:
     for words, reuse in (
         ("after A, with room", why.fresh),
         ("after A, pool full since", why.pressed),
-        ("after A in a full pool", why.full),
-        ("together with A", why.together),
+        ("after A in a full pool, at least", why.full),
+        ("together with A, at most", why.together),
     ):
         reason = MEANINGS[reuse.reason] if reuse.reason is None else f"{reuse.reason}: {MEANINGS[reuse.reason]}"
-        yield f"  {words:<26}{reuse.tokens:>8,} tokens  {reason}"
+        yield f"  {words:<34}{reuse.tokens:>8,} tokens  {reason}"
     if why.notes:
         yield ""
         yield from why.notes

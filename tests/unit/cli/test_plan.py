@@ -193,6 +193,17 @@ def test_the_assumed_card_is_said_and_another_one_is_taken(plan):
     )
 
 
+def test_the_example_of_the_documentation_is_what_the_command_prints(tmp_path, monkeypatch, run):
+    page = (docs.DOCS / "cli.md").read_text()
+    (command,) = re.findall(r"^vllm-gaudi (plan .*)$", page, re.M)
+    (example,) = re.findall(r"<!-- example: plan -->\n```text\n(.*?)```", page, re.S)
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / command.split()[1]
+    directory.mkdir()
+    (directory / "config.json").write_text((CONFIGS / "qwen3.5-27b.json").read_text())
+    assert run(*command.split())[:2] == (0, example)
+
+
 # Refusals and advice
 
 

@@ -101,7 +101,7 @@ def test_a_file_is_read(tmp_path, run):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("[1]", "[2]"), "B is not known; pass --block-size"),
+        (("[1]", "[2]"), "the block size is not known; pass --block-size"),
         (("[1]", "two", "--block-size", 4), "B: text and chats need a tokenizer; pass --model DIR"),
         (("one", "two", "--block-size", 4), "A and B: text and chats need a tokenizer"),
         (("[1]", "nothing.json", "--block-size", 4), "B: there is no file nothing.json"),
@@ -109,7 +109,10 @@ def test_a_file_is_read(tmp_path, run):
         (("[1]", "[true]", "--block-size", 4), "B: a JSON list is of token ids, or of chat messages"),
         (("[-1]", "[1]", "--block-size", 4), "A: -1 is not a token id"),
         (("{}", "[1]", "--block-size", 4), "A: a JSON object is the body of a request"),
-        (("[1]", "[2]", "--block-size", 4, "--prefix-cache-retention-interval", 6), "is not a multiple of B = 4"),
+        (
+            ("[1]", "[2]", "--block-size", 4, "--prefix-cache-retention-interval", 6),
+            "is not a multiple of the block size 4",
+        ),
         (("[1]", "[2]", "--block-size", 4, "--prefix-cache-retention-interval", "x"), "neither a number of tokens nor"),
         (("[1]", "[2]", "--block-size", 0), "is not a positive whole number"),
         (("[1]", "[2]", "--model", "nowhere"), "there is no file or directory nowhere"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel: name, version, what it needs (nothing), entry points under vllm-gaudi's names; and the version from
-git."""
+"""The wheel: name, version, what it needs (nothing), entry points under vllm-gaudi's names, the command; and the
+version from git."""
 
 import configparser
 import shutil
@@ -16,6 +16,7 @@ import setup as packaging
 
 ROOT = Path(__file__).resolve().parents[3]
 ENTRY_POINTS = {
+    "console_scripts": {"vllm-gaudi": "vllm_gaudi.cli:main"},
     "vllm.platform_plugins": {"hpu": "vllm_gaudi:register"},
     "vllm.general_plugins": {
         "01.hpu_custom_utils": "vllm_gaudi:register_utils",
@@ -71,7 +72,7 @@ def test_it_installs_neither_torch_nor_vllm_nor_anything_else(wheel):
     assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.13"}
 
 
-def test_it_carries_the_entry_points_that_vllm_looks_for(wheel):
+def test_it_carries_the_entry_points_that_vllm_looks_for_and_the_command(wheel):
     parser = configparser.ConfigParser(delimiters=("=",))
     parser.read_string(read_info(wheel[1], "entry_points.txt"))
     assert {section: dict(parser[section]) for section in parser.sections()} == ENTRY_POINTS
