@@ -30,6 +30,52 @@ class Row:
 
 
 ROWS: tuple[Row, ...] = (
+    # A start without tensors, in the order of the modules.
+    Row(
+        "vllm.distributed.parallel_state.init_distributed_environment",
+        "cli.paper",
+        parameters=("world_size", "rank", "distributed_init_method", "local_rank", "backend", "timeout"),
+    ),
+    Row("vllm.entrypoints.launchers.cli_args.make_arg_parser", "cli.paper", parameters=("parser",)),
+    Row("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", "cli.paper"),
+    Row(
+        "vllm.model_executor.model_loader.utils.initialize_model",
+        "cli.paper",
+        parameters=("vllm_config", "prefix", "model_class", "model_config"),
+    ),
+    Row(
+        "vllm.renderers.base.BaseRenderer.render_chat",
+        "cli.rendering",
+        parameters=("self", "conversations", "chat_params", "tok_params", "prompt_extras", "skip_mm_cache"),
+    ),
+    Row(
+        "vllm.renderers.base.BaseRenderer.render_cmpl",
+        "cli.rendering",
+        parameters=("self", "prompts", "tok_params", "prompt_extras", "skip_mm_cache"),
+    ),
+    Row("vllm.renderers.inputs.preprocess.parse_model_prompt", "cli.rendering", parameters=("model_config", "prompt")),
+    Row(
+        "vllm.v1.attention.backends.utils.resolve_kv_cache_layout",
+        "cli.paper",
+        parameters=("vllm_config", "supported_layouts", "kv_cache_specs"),
+    ),
+    Row(
+        "vllm.v1.core.kv_cache_utils.generate_scheduler_kv_cache_config", "cli.paper", parameters=("kv_cache_configs",)
+    ),
+    Row(
+        "vllm.v1.core.kv_cache_utils.get_kv_cache_configs",
+        "cli.paper",
+        parameters=("vllm_config", "kv_cache_specs", "available_memory"),
+    ),
+    Row("vllm.v1.core.kv_cache_utils.get_kv_cache_groups", "cli.paper", parameters=("vllm_config", "kv_cache_spec")),
+    Row(
+        "vllm.v1.core.kv_cache_utils.resolve_kv_cache_block_sizes",
+        "cli.paper",
+        parameters=("kv_cache_config", "vllm_config"),
+    ),
+    Row(
+        "vllm.v1.core.single_type_kv_cache_manager.register_all_kvcache_specs", "cli.paper", parameters=("vllm_config",)
+    ),
     Row(
         "vllm.model_executor.layers.attention.attention.Attention.forward",
         "models.attention",
