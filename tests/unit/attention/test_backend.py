@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_gaudi.attention.metadata import DecodeAttention, HPUAttentionMetadata, PrefillAttention
+from vllm_gaudi.v1.core.sched.block_size import MAX_KERNEL_BLOCK
 
 pytestmark = pytest.mark.xdist_group("vllm")  # with --dist loadgroup only one process imports it
 
@@ -167,6 +168,10 @@ class TestBackend:
         (size,) = backend.HPUAttentionBackend.get_supported_kernel_block_sizes()
         assert (size.base if isinstance(size, MultipleOf) else size) == granule
         assert backend.HPUAttentionBackend.get_preferred_block_size(16) % granule == 0
+
+    def test_the_default_block_is_the_largest_kernel_block(self, backend):
+        """The rooms keep the constant apart: attention never imports ``v1``, which has the kernel block."""
+        assert backend.DEFAULT_BLOCK_SIZE == MAX_KERNEL_BLOCK
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
