@@ -29,7 +29,7 @@ class MemoryBudget:
     total: int  # of the device
     utilization: float  # share of it that may be used
     given: int | None
-    weights: int
+    taken: int  # gone once the weights are loaded: theirs, and what else the device has given out
     peak: int  # of the profile run
     states: int  # slots, reserved and staging rows
     spare: int  # the spare kernel block
@@ -41,7 +41,7 @@ class MemoryBudget:
     @property
     def available(self) -> int:
         """What is left for the block pool; not positive where nothing is."""
-        others = self.weights + self.peak if self.given is None else 0
+        others = self.taken + self.peak if self.given is None else 0
         return self.budget - others - self.states - self.spare
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_gaudi.planning import MemoryBudget, blocks_of_conversation, conversations, per_block_layout_factor
 
-BUDGET = MemoryBudget(total=10_000, utilization=0.5, given=None, weights=2000, peak=300, states=400, spare=50)
+BUDGET = MemoryBudget(total=10_000, utilization=0.5, given=None, taken=2000, peak=300, states=400, spare=50)
 
 
 def test_a_share_of_the_device_pays_for_everything():
@@ -23,7 +23,7 @@ def test_given_bytes_pay_for_states_and_the_spare_block_only():
 
 
 def test_what_is_missing_is_negative():
-    assert dataclasses.replace(BUDGET, weights=6000).available == 5000 - 6000 - 300 - 400 - 50
+    assert dataclasses.replace(BUDGET, taken=6000).available == 5000 - 6000 - 300 - 400 - 50
 
 
 @pytest.mark.parametrize(("groups", "length", "blocks"), [(3, 1, 4), (3, 16, 4), (3, 17, 5), (0, 17, 2), (0, 16, 1)])

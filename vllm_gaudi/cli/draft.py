@@ -223,7 +223,7 @@ class _Draft:
                 utilization=memory.utilization,
                 given=memory.given,
                 budget=memory.budget,
-                weights=memory.weights,
+                weights=memory.taken,
                 parameters=drawn.num_parameters,
                 peak=memory.peak,
                 slots=runner.max_num_seqs,

@@ -119,6 +119,9 @@ class PaperWorker(HPUWorker):
     def _total_memory(self) -> int:
         return self._total
 
+    def _taken_memory(self) -> int:
+        return self._weight_bytes
+
     def _profile(self) -> int:
         return self._peak
 

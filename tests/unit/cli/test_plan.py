@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tools import docs
-from vllm_gaudi import cli
+from vllm_gaudi import cli, device
 from vllm_gaudi.planning import Geometry
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -191,6 +191,15 @@ def test_the_assumed_card_is_said_and_another_one_is_taken(plan):
     assert given["available"] == int(96 * 2**30 * 0.92) - sum(
         given[key] for key in ("weights", "peak", "states", "spare")
     )
+
+
+def test_no_device_is_asked_for_its_memory(monkeypatch, run):
+    def asked(*arguments: object) -> int:
+        raise AssertionError("a plan is made without a device")
+
+    for name in ("total_memory", "used_memory", "taken_memory", "PeakMemory"):
+        monkeypatch.setattr(device, name, asked)
+    assert run("plan", CONFIGS / "qwen3.5-27b.json", *LARGE)[0] == 0
 
 
 def test_the_example_of_the_documentation_is_what_the_command_prints(tmp_path, monkeypatch, run):

@@ -83,13 +83,13 @@ class HPUWorker(WorkerBase):
     def determine_available_memory(self) -> int:
         """Bytes for attention pages: what the user gave, or what is left of the device after everything else."""
         specs = self.get_kv_cache_spec()
-        taken = device.taken_memory(self._weight_bytes)
+        taken = self._taken_memory()  # before the profile run's pool, which does not stay
         self._make_profile_pool(specs)
         memory = self.memory = MemoryBudget(
             total=self._total_memory(),
             utilization=self.cache_config.gpu_memory_utilization,
             given=self.cache_config.kv_cache_memory_bytes,
-            weights=taken,
+            taken=taken,
             peak=self._profile(),
             states=self.model_runner.caches.state_bytes,
             spare=self._spare_block_bytes(specs),
@@ -132,6 +132,9 @@ class HPUWorker(WorkerBase):
 
     def _total_memory(self) -> int:
         return device.total_memory()
+
+    def _taken_memory(self) -> int:
+        return device.taken_memory(self._weight_bytes)
 
     def _make_profile_pool(self, specs: dict[str, KVCacheSpec]) -> None:
         """Caches with a pool of one block, which the profile run reads; the caller drops them."""
