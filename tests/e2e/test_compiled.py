@@ -69,8 +69,9 @@ def test_compiled_layers_give_what_eager_ones_give_without_a_break_or_a_late_gra
         # All layers of a kind share a shape's graph, however many they are; the first has a graph of its own, since it
         # has no residual yet. The logits are one more.
         kinds = 2 if model == "llama" else 3
-        made = counters["stats"]["unique_graphs"]
-        assert len(graphs.warm_shapes) < made <= (kinds + 1) * len(graphs.warm_shapes)
+        # The profile ran a prefill and a decode on a pool of another size, which is another shape of the attention's.
+        made, shapes = counters["stats"]["unique_graphs"], len(graphs.warm_shapes) + 2
+        assert len(graphs.warm_shapes) < made <= (kinds + 1) * shapes
         assert not counters["graph_break"], dict(counters["graph_break"])
         answers = random_load(serving, prompt)
         assert sum(bool(result.cached_tokens) for _, _, result in answers) >= 3
