@@ -88,7 +88,7 @@ def _zero_rows_cpu(dst: list[torch.Tensor], rows: torch.Tensor) -> None:
 
 # HPU: rows are known to the device only; gather, then scatter, both of fixed shape. Words that are a part of their rows
 # are moved as whole rows of a narrower view of the same memory: a scatter into some columns of a tensor is a write into
-# a strided view, for which the bridge may copy all of it, and here it is a pool.
+# a strided view, for which the bridge may copy all of it, and here it is a pool. torch scatters by int64 rows alone.
 
 
 def _copy_rows_hpu(
@@ -98,7 +98,7 @@ def _copy_rows_hpu(
         width = gcd(to.shape[1], *(size for side in (to, of) for size in (side.stride(0), side.storage_offset())))
         to_all, to_rows = _narrow(to, dst_rows, width)
         of_all, of_rows = _narrow(of, src_rows, width)
-        to_all.index_copy_(0, to_rows, of_all.index_select(0, of_rows))
+        to_all.index_copy_(0, to_rows.long(), of_all.index_select(0, of_rows))
 
 
 def _narrow(part: torch.Tensor, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +114,7 @@ def _narrow(part: torch.Tensor, rows: torch.Tensor, width: int) -> tuple[torch.T
 
 def _zero_rows_hpu(dst: list[torch.Tensor], rows: torch.Tensor) -> None:
     for to in dst:
-        to.index_copy_(0, rows, to.new_zeros((rows.shape[0], to.shape[1])))
+        to.index_copy_(0, rows.long(), to.new_zeros((rows.shape[0], to.shape[1])))
 
 
 def _copy_rows_fake(

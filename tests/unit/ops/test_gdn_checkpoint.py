@@ -64,10 +64,10 @@ def test_the_hpu_kernels_move_the_same_words() -> None:
     state, ours, theirs = random_words(6, 8), torch.zeros(9, 8, dtype=torch.int32), torch.zeros(9, 8, dtype=torch.int32)
     to, of = rows(1, 5, 8, 8), rows(0, 2, 3, 3)
     copy_rows_([ours], [state], to, of)
-    _copy_rows_hpu([theirs], [state], to.long(), of.long())  # a CPU scatters by int64 alone
+    _copy_rows_hpu([theirs], [state], to, of)
     assert torch.equal(ours, theirs)
     zero_rows_([ours], rows(5, 5))
-    _zero_rows_hpu([theirs], rows(5, 5).long())
+    _zero_rows_hpu([theirs], rows(5, 5))
     assert torch.equal(ours, theirs) and not ours[5].any() and ours[1].any()
 
 
@@ -91,7 +91,7 @@ def test_the_hpu_kernel_scatters_whole_rows_of_a_contiguous_tensor(
         return scatter(target, *args)
 
     monkeypatch.setattr(torch.Tensor, "index_copy_", spy)
-    _copy_rows_hpu([theirs[:, columns[0]]], [state[:, columns[1]]], to.long(), of.long())
+    _copy_rows_hpu([theirs[:, columns[0]]], [state[:, columns[1]]], to, of)
     assert torch.equal(ours, theirs) and not torch.equal(ours, page)
     assert written == [(True, page.numel())]
 

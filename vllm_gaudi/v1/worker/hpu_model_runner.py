@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+SCORED_ROWS = 128
+"""Prompt positions whose logprobs are computed at a time: a chunk of all of them would need more than the model."""
+
 
 @dataclass(frozen=True)
 class PendingStep:
@@ -192,8 +195,13 @@ class HPUModelRunner:
 
     @torch.inference_mode()
     def profile_run(self) -> None:
-        """Do what needs most memory: the largest prefill, the largest decode, and sampling for the most requests."""
-        for bucket in (self.grid.all_prefill()[0], self.grid.all_decode()[0]):
+        """Do what needs most memory: the largest forwards, and sampling for the most requests.
+
+        Of the prefills it is the one with most rows, or the one whose sequences read most context between them.
+        """
+        prefills = self.grid.all_prefill()
+        widest = max(prefills, key=lambda bucket: (bucket.batch * bucket.blocks, bucket.rows))
+        for bucket in dict.fromkeys((self.grid.all_decode()[0], prefills[0], widest)):
             self.run_pads(bucket)
         self.sampling.warm_up(run_all=False)
 
@@ -212,6 +220,8 @@ class HPUModelRunner:
         On Gaudi nothing runs while it is compiled, so what pads read is written anew, two shapes run for real, and so
         do the operators outside the graphs, each of which is compiled at its first run with a shape.
         """
+        if device.is_hpu():
+            self.run_pads(self.grid.all_decode()[-1])  # makes what lives on, where it is known to be made
         with device.compile_only() as nothing_ran:
             count = warm_up(self.grid, self.run_pads, show_progress)
         if nothing_ran:
@@ -224,8 +234,8 @@ class HPUModelRunner:
     def _warm_up_eager(self) -> None:
         """Run what surrounds the graphs at every size that a step may need."""
         for buckets in (self.grid.all_prefill(), self.grid.all_decode()):
-            for bucket in {bucket.batch: bucket for bucket in buckets}.values():
-                self.run_pads(bucket)  # a decode's token ids are looked up, logits are kept
+            for bucket in {(bucket.rows, bucket.batch): bucket for bucket in buckets}.values():
+                self.run_pads(bucket)  # embedding and last norm, token ids of decodes, rows of logits
         self.sampling.warm_up(run_all=True)
         for rows in self.grid.decode_batches:
             self.inputs.remember(np.empty(0, np.int32), torch.zeros(rows, dtype=torch.int32, device=self.device))
@@ -315,15 +325,20 @@ class HPUModelRunner:
             start, end = int(step.num_computed[i]), int(step.end[i])
             last = min(end, request.num_prompt - 1)  # the last position that has a next prompt token
             if last > start:
-                first_row = n * inputs.attn.query
-                rows = torch.arange(first_row, first_row + inputs.attn.query, dtype=torch.int32, device=self.device)
-                targets = np.zeros(inputs.attn.query, np.int64)
-                targets[: last - start] = request.tokens[start + 1 : last + 1]
-                chunk = self.sampling.score_prompt(
-                    self.graphs.prompt_logits(hidden, rows),
-                    torch.from_numpy(targets).to(self.device, non_blocking=True),
-                    num_logprobs,
-                )
-                self.prompt_logprobs.fill(request, start, last - start, chunk, num_logprobs)
+                query = inputs.attn.query
+                size = min(SCORED_ROWS, query)
+                for first in range(0, last - start, size):
+                    offset = min(first, query - size)
+                    count = min(size, last - start - offset)
+                    row = n * query + offset
+                    rows = torch.arange(row, row + size, dtype=torch.int32, device=self.device)
+                    targets = np.zeros(size, np.int64)
+                    targets[:count] = request.tokens[start + offset + 1 : start + offset + count + 1]
+                    chunk = self.sampling.score_prompt(
+                        self.graphs.prompt_logits(hidden, rows),
+                        torch.from_numpy(targets).to(self.device, non_blocking=True),
+                        num_logprobs,
+                    )
+                    self.prompt_logprobs.fill(request, start + offset, count, chunk, num_logprobs)
             if end >= request.num_prompt:
                 finished[request.req_id] = self.prompt_logprobs.take(request, num_logprobs)

@@ -21,7 +21,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingType
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.sample.logits_processor import LogitsProcessors, build_logitsprocs
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -152,7 +152,14 @@ class SamplingState:
                 self.sampler(logits=self.logit_rows.take((), rows), sampling_metadata=metadata)
 
     def _plain_metadata(self, rows: int) -> Iterator[SamplingMetadata]:
-        nothing = dataclasses.replace(self._batch.sampling_metadata, all_greedy=True, all_random=False)
+        # Logits processors have state of their own, and have not been told of any row.
+        nothing = dataclasses.replace(
+            self._batch.sampling_metadata,
+            all_greedy=True,
+            all_random=False,
+            logitsprocs=LogitsProcessors(),
+            thinking_budget_state_holder=None,
+        )
         yield nothing
         ones = torch.ones(rows, dtype=torch.float32, device=self._device)
         whole = torch.full((rows,), self._vocab_size, dtype=torch.int32, device=self._device)
