@@ -37,3 +37,13 @@ def test_bits_do_not_depend_on_the_place(threads, name):
                 assert torch.equal(getattr(pointwise, name)(given), want[start : start + length])
     square = x[:90000].view(300, 300)
     assert torch.equal(getattr(pointwise, name)(square.t()), want[:90000].view(300, 300).t())
+
+
+def test_addcmul_has_the_bits_of_any_place(threads):
+    """The convolution adds its taps with it, over rows that a thread's range may cut anywhere."""
+    x, y, z = torch.randn(3, 100003).unbind()
+    want = torch.addcmul(x, y, z)
+    for length in (1, 3, 15, 31, 33, 1000, 66001):
+        for start in (0, 1, 13, 777):
+            where = slice(start, start + length)
+            assert torch.equal(torch.addcmul(x[where], y[where].clone(), z[where]), want[where])

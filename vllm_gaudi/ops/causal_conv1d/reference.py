@@ -11,7 +11,7 @@ import torch
 
 from vllm_gaudi.ops.pointwise import silu
 
-SEGMENT_ELEMENTS = 2**17  # float32 temporaries of this size stay in cache; all is elementwise, so no bit changes
+SEGMENT_ELEMENTS = 2**16  # float32 temporaries of this size stay in cache; all is elementwise, so no bit changes
 
 
 def causal_conv1d_prefill(
@@ -118,7 +118,7 @@ def _taps(shifted: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor 
     columns = weight.float().t().contiguous()
     acc = shifted[0].float() * columns[0]
     for j in range(1, len(shifted)):
-        acc += shifted[j].float() * columns[j]
+        acc.addcmul_(shifted[j].float(), columns[j])
     if bias is not None:
         acc += bias.float()
     return silu(acc)
