@@ -20,6 +20,7 @@ class PrefillAttention:
     block_table: torch.Tensor  # [N, M] int32: kernel block ids of the context, pads = the spare block
     query_start: torch.Tensor  # [N] int32: tokens before the first row
     lengths: torch.Tensor  # [N] int32: rows that are real; 0 for a pad sequence
+    last_start: int | None = None  # the largest of query_start, where it is worth knowing on the host
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class HPUAttentionMetadata:
     prefill: PrefillAttention | None = None
     decode: DecodeAttention | None = None
     kept: KeptBoundaries | None = None
+    state_rows: tuple[int, ...] | None = None  # a decode's GDN state rows on the host, pads left out; None: not known
 
     @property
     def num_rows(self) -> int:

@@ -56,6 +56,7 @@ def paged_prefill_attention(
     *,
     kernel_block: int,
     tile_tokens: int = 128,
+    last_start: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of a chunk of queries over context and chunk, both read from the cache.
 
@@ -66,6 +67,8 @@ def paged_prefill_attention(
     scale        factor on the scores
     kernel_block tokens of a kernel block
     tile_tokens  context tokens per online-softmax step; equal in all calls that must agree bitwise
+    last_start   the largest of query_start, or more; with it, steps that no query sees are left out, which changes no
+                 bit. None: not known
 
     Returns [N, Q, H, D] in q.dtype; rows of pad queries are finite garbage. Nothing is mutated. A query's bits depend
     neither on N, Q and M, nor on how the sequence was cut.
@@ -87,11 +90,15 @@ def paged_prefill_attention(
 
     running: list[_Softmax | None] = [None] * num_tiles
     for start in range(0, table_tokens, tile_tokens):
+        if last_start is not None and start >= last_start + num_tiles * QUERY_TILE:
+            break
         position = torch.arange(start, start + tile_tokens, dtype=torch.int32, device=q.device)
         # A position behind the table reads its last row; only a pad query sees that far.
         slots = _slots(block_table, position.clamp(max=table_tokens - 1), kernel_block)
         key, value = _gather_slots(k_cache, slots), _gather_slots(v_cache, slots)
-        for tile in range(num_tiles):
+        # The first query that may see this far stands in this tile.
+        first_tile = 0 if last_start is None else max(0, start - last_start) // QUERY_TILE
+        for tile in range(first_tile, num_tiles):
             scores = torch.bmm(query[tile], key.transpose(1, 2)).masked_fill_(position > sees[tile], _NEVER)
             piece = _piece(scores, value)
             so_far = running[tile]
@@ -143,10 +150,14 @@ def paged_decode_attention(
     pieces = []
     for start in range(0, num_entries, ENTRIES_AT_ONCE):
         some = slice(start, start + ENTRIES_AT_ONCE)
-        key, value = (_gather_blocks(cache, block_list[some], unused[some]) for cache in (k_cache, v_cache))
-        scores = torch.bmm(query[some].flatten(0, 1), key.transpose(1, 2))
-        hidden = unused[some].repeat_interleave(kv_heads, dim=0)[:, None]
-        pieces.append(_piece(scores.masked_fill_(hidden, _NEVER), value))
+        hidden = unused[some]
+        # A key behind the length spoils its own score alone, which is hidden; a value would spoil them all.
+        key = _gather_blocks(k_cache, block_list[some], kernel_block)
+        value = _gather_blocks(v_cache, block_list[some], kernel_block).masked_fill_(hidden[:, :, None, None], 0.0)
+        # Head by head the gathered blocks are read where they lie.
+        scores = [torch.bmm(query[some, h], key[:, :, h].transpose(1, 2)) for h in range(kv_heads)]
+        whole = [_piece(s.masked_fill_(hidden[:, None], _NEVER), value[:, :, h]) for h, s in enumerate(scores)]
+        pieces.append([torch.stack(part, dim=1) for part in zip(*whole, strict=True)])
     top, total, acc = (torch.cat([p[i] for p in pieces]).view(num_entries, heads, -1) for i in range(3))
     merged = _Softmax(top, total, acc)
 
@@ -206,8 +217,6 @@ def _gather_slots(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return rows.transpose(1, 2).to(torch.float32).flatten(0, 1).contiguous()
 
 
-def _gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
-    """Whole kernel blocks as float32 [F * Hkv, kernel_block, D]; unused tokens [F, kernel_block] read as zeros."""
-    paged = cache.unflatten(0, (-1, unused.shape[1]))
-    picked = paged.index_select(0, blocks).transpose(1, 2).to(torch.float32)
-    return picked.masked_fill(unused[:, None, :, None], 0.0).flatten(0, 1).contiguous()
+def _gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, kernel_block: int) -> torch.Tensor:
+    """A copy of whole kernel blocks, float32 [F, kernel_block, Hkv, D]."""
+    return cache.unflatten(0, (-1, kernel_block)).index_select(0, blocks).to(torch.float32)

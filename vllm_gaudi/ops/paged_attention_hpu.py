@@ -38,8 +38,12 @@ def paged_prefill_attention(
     *,
     kernel_block: int,
     tile_tokens: int = 128,
+    last_start: int | None = None,
 ) -> torch.Tensor:
-    """The contract of `paged_attention.paged_prefill_attention`, except its bitwise promise; tile_tokens is unused."""
+    """The contract of `paged_attention.paged_prefill_attention`, except its bitwise promise.
+
+    tile_tokens and last_start are unused.
+    """
     from vllm_gaudi.device import kernels
 
     sdpa = kernels().FusedSDPA

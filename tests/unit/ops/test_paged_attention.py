@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.unit.ops.oracles import NAN, VARIANTS, attention, error, lengths_of
-from vllm_gaudi.ops import paged_attention_hpu
+from vllm_gaudi.ops import paged_attention, paged_attention_hpu
 from vllm_gaudi.ops.registry import resolve
 
 prefill_attention = resolve("paged_prefill_attention", "reference")
@@ -132,6 +132,23 @@ def test_prefill_bits_do_not_depend_on_cuts_buckets_or_batch(threads, kernel_blo
     together = run([2, 0, 1], 0, 150, narrow, 192)
     assert torch.equal(together[1:2], want)
     assert torch.equal(together[:1, :12], run([2], 0, 12, narrow, 12))
+
+
+@geometries
+@pytest.mark.parametrize("starts", [(0, 0), (3, 70), (90, 0)])
+def test_steps_that_no_query_sees_are_left_out_without_a_trace(
+    kernel_block, kv_heads, heads, dim, tile, starts, monkeypatch
+):
+    steps, piece = [], paged_attention._piece
+    monkeypatch.setattr(paged_attention, "_piece", lambda *args: steps.append(None) or piece(*args))
+    pages = Pages(kernel_block, kv_heads, dim, [start + 130 for start in starts])
+    q, table = torch.randn(2, 130, heads, dim), pages.table([0, 1], -(-400 // kernel_block))
+    want, all_steps = pages.prefill(q, table, lengths_of(*starts), tile_tokens=tile), len(steps)
+    for last_start in (max(starts), max(starts) + 1, max(starts) + 77):
+        steps.clear()
+        got = pages.prefill(q, table, lengths_of(*starts), tile_tokens=tile, last_start=last_start)
+        assert torch.equal(got, want)
+        assert len(steps) < all_steps
 
 
 def test_prefill_reads_no_block_outside_its_table():
