@@ -15,6 +15,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 from vllm_gaudi import device
+from vllm_gaudi.ops.linear import PackedWeight, columns_first, pack_weight
 from vllm_gaudi.ops.registry import UsesOps
 
 LOGITS_ROW_TILE = 16
@@ -22,11 +23,18 @@ LOGITS_ROW_TILE = 16
 
 
 class RowTiledLinearMethod(UsesOps, UnquantizedLinearMethod):
-    """vLLM's unquantised method whose product runs in tiles of the forward's ``row_tile``."""
+    """vLLM's unquantised method whose product runs in tiles of the forward's ``row_tile``.
+
+    ``packed``: the layer's weight once more, for the tile that has few rows.
+    """
+
+    def __init__(self, packed: PackedWeight | None = None) -> None:
+        super().__init__()
+        self._packed = packed
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         tile = get_forward_context().attn_metadata.row_tile
-        return self._ops.row_tiled_linear(x, layer.weight, bias, tile)
+        return self._ops.row_tiled_linear(x, layer.weight, bias, tile, self._packed)
 
 
 class RowTiledLogitsMethod(UsesOps, UnquantizedEmbeddingMethod):
@@ -40,15 +48,27 @@ class RowTiledLogitsMethod(UsesOps, UnquantizedEmbeddingMethod):
         return self._ops.row_tiled_linear(x, layer.weight, bias, self._row_tile)
 
 
-def install_row_tiles(model: torch.nn.Module) -> int:
-    """Give every unquantised linear and logits layer of ``model`` its row-tiled method; returns how many."""
+def install_row_tiles(model: torch.nn.Module, packed_tile: int = 0) -> int:
+    """Give every unquantised linear and logits layer of ``model`` its row-tiled method; returns how many.
+
+    ``packed_tile``: rows of the tile that weights are packed for, on top of being laid out anew; 0 leaves them as they
+    are.
+    """
     changed = 0
     for module in model.modules():
         if isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod:
-            module.quant_method = RowTiledLinearMethod()
+            module.quant_method = RowTiledLinearMethod(_lay_out(module.weight, packed_tile))
         elif isinstance(module, VocabParallelEmbedding) and type(module.quant_method) is UnquantizedEmbeddingMethod:
             module.quant_method = RowTiledLogitsMethod()
         else:
             continue
         changed += 1
     return changed
+
+
+def _lay_out(weight: torch.nn.Parameter, packed_tile: int) -> PackedWeight | None:
+    """Change the layout of a host's float32 ``weight`` in place, and pack it. A convolution's weight stays."""
+    packed = pack_weight(weight, packed_tile) if weight.dim() == 2 else None
+    if packed is not None:
+        weight.data = columns_first(weight.data)
+    return packed

@@ -2,33 +2,65 @@
 """A linear layer whose row results do not depend on how many rows there are.
 
 Owns: the fixed GEMM shape. A BLAS picks its kernel by shape, so `F.linear` over 3 rows and over 300 rows may round a
-row differently.
+row differently. And how a host lays a weight out for such products: `columns_first` for all of them, `pack_weight` for
+those of few rows, where a BLAS spends a third of its time on rearranging the weight.
 Never: computes anything else; row_tile is a deployment constant, chosen by the caller, the same for a model's whole
-life.
+life, and so is whether a weight is packed.
 Order: tiles from the first row on; the last tile is filled with zero rows that are dropped afterwards. Zeros, not
 scratch: measured with bf16 on AMX and a K that is no multiple of 8, a NaN row leaks into the row before it.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 
-def row_tiled_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, row_tile: int) -> torch.Tensor:
+class PackedWeight(NamedTuple):
+    """A copy of a weight in the BLAS's own layout, for products of exactly `rows` rows."""
+
+    data: torch.Tensor  # opaque
+    rows: int
+
+
+def columns_first(weight: torch.Tensor) -> torch.Tensor:
+    """The weight [N, K] with its columns contiguous, as a product of rows reads it; same shape, a copy."""
+    return weight.t().contiguous().t()
+
+
+def pack_weight(weight: torch.Tensor, rows: int) -> PackedWeight | None:
+    """Pack weight [N, K] for products of `rows` rows; None where nothing packs it: MKL does, float32 alone."""
+    is_packable = weight.dtype == torch.float32 and weight.device.type == "cpu" and torch.backends.mkl.is_available()
+    if not is_packable or rows <= 0:
+        return None
+    return PackedWeight(torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), rows), rows)
+
+
+def row_tiled_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    row_tile: int,
+    packed: PackedWeight | None = None,
+) -> torch.Tensor:
     """x [rows, K] @ weight [N, K]^T + bias [N] or None -> [rows, N] in x.dtype. Nothing is mutated.
 
     row_tile > 0: every GEMM has exactly row_tile rows, so a row's bits depend on the row alone. row_tile == 0: one
-    F.linear. Raises ValueError for a negative row_tile.
+    F.linear. `packed` is the same weight and serves the tiles of its rows. Raises ValueError for a negative row_tile.
     """
     if row_tile < 0:
         raise ValueError(f"row_tile is {row_tile}: use 0 (one GEMM) or a positive number of rows")
-    rows = x.shape[0]
-    if row_tile == 0 or rows == row_tile:
+    if row_tile == 0:
         return F.linear(x, weight, bias)
-    out = x.new_empty(rows, weight.shape[0])
-    for start in range(0, rows, row_tile):
-        tile = x[start : start + row_tile]
-        real = tile.shape[0]
-        if real < row_tile:
-            tile = F.pad(tile, (0, 0, 0, row_tile - real))
-        out[start : start + real] = F.linear(tile.contiguous(), weight, bias)[:real]
-    return out
+    rows = x.shape[0]
+    num_tiles = -(-rows // row_tile)
+    missing = num_tiles * row_tile - rows
+    tiles = (F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()).view(num_tiles, row_tile, x.shape[1])
+    if packed is not None and packed.rows == row_tile:
+        done = [torch.ops.mkl._mkl_linear(tile, packed.data, weight, bias, row_tile) for tile in tiles]
+    else:
+        # One after the other: a batched product of the same tiles may round as the threads share them out.
+        done = [F.linear(tile, weight, bias) for tile in tiles]
+    if num_tiles == 1:
+        return done[0][:rows]
+    return torch.cat(done)[:rows] if done else x.new_empty(0, weight.shape[0])

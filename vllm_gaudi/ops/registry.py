@@ -20,6 +20,7 @@ TABLE: dict[str, tuple[str, str | None]] = {
     "gdn_gating": ("vllm_gaudi.ops.gated_delta_rule.reference", None),
     "chunk_gated_delta_rule": ("vllm_gaudi.ops.gated_delta_rule.reference", "vllm_gaudi.ops.gated_delta_rule.hpu"),
     "recurrent_gated_delta_rule": ("vllm_gaudi.ops.gated_delta_rule.reference", "vllm_gaudi.ops.gated_delta_rule.hpu"),
+    "recurrent_gated_delta_rule_": ("vllm_gaudi.ops.gated_delta_rule.reference", None),
     "causal_conv1d_prefill": ("vllm_gaudi.ops.causal_conv1d.reference", "vllm_gaudi.ops.causal_conv1d.hpu"),
     "causal_conv1d_update": ("vllm_gaudi.ops.causal_conv1d.reference", "vllm_gaudi.ops.causal_conv1d.hpu"),
     "rms_norm": ("vllm_gaudi.ops.norm", "vllm_gaudi.ops.norm_hpu"),
@@ -41,6 +42,7 @@ class Ops:
     gdn_gating: Callable[..., Any]
     chunk_gated_delta_rule: Callable[..., Any]
     recurrent_gated_delta_rule: Callable[..., Any]
+    recurrent_gated_delta_rule_: Callable[..., Any]
     causal_conv1d_prefill: Callable[..., Any]
     causal_conv1d_update: Callable[..., Any]
     rms_norm: Callable[..., Any]

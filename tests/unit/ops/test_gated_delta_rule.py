@@ -262,6 +262,20 @@ def test_one_token_form_is_independent_of_its_batch(threads):
         assert torch.equal(some_new, new[start:stop])
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_states_updated_where_they_lie_are_those_of_the_one_token_form(threads, state_dtype):
+    q, k, v, g, beta, _ = (x[:, 0] for x in delta_rule_inputs(6, 1, 2, 4, 64, 64))
+    pool = torch.randn(9, 4, 64, 64).to(state_dtype)
+    before, rows = pool.clone(), [7, 0, 3, 8]
+    args = (q, k, v, g, beta)
+    out = reference.recurrent_gated_delta_rule_(*args, [pool[row] for row in rows])
+    want_out, want = reference.recurrent_gated_delta_rule(*(x[:4] for x in args), before[rows])
+    assert torch.equal(out[:4], want_out) and torch.equal(pool[rows], want)
+    assert not out[4:].any(), "pads"
+    untouched = [row for row in range(9) if row not in rows]
+    assert torch.equal(pool[untouched], before[untouched])
+
+
 def test_gates_are_independent_of_their_batch(threads):
     a, b, A_log, dt_bias = torch.randn(3001, 5), torch.randn(3001, 5), torch.randn(5), torch.randn(5)
     g, beta = reference.gdn_gating(A_log, a, b, dt_bias)

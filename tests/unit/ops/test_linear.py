@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.unit.ops.oracles import error
-from vllm_gaudi.ops.linear import row_tiled_linear
+from vllm_gaudi.ops.linear import columns_first, pack_weight, row_tiled_linear
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -13,7 +13,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @dtypes
 @pytest.mark.parametrize(
     ("threads", "tile", "width", "outputs"),
-    [(1, 16, 100, 50), (1, 64, 256, 1000), (1, 16, 768, 129), (1, 64, 768, 129), (2, 16, 768, 129)],
+    [(1, 16, 100, 50), (1, 64, 256, 1000), (1, 16, 768, 129), (1, 64, 768, 129), (2, 16, 768, 129), (2, 64, 1000, 8)],
     indirect=["threads"],
 )
 def test_bits_do_not_depend_on_the_number_or_place_of_rows(threads, dtype, tile, width, outputs):
@@ -46,3 +46,37 @@ def test_padding_rows_never_meet_real_ones(poisoned_empty):
 def test_a_negative_tile_is_refused():
     with pytest.raises(ValueError, match="row_tile is -1"):
         row_tiled_linear(torch.zeros(1, 2), torch.zeros(3, 2), None, -1)
+
+
+class TestLaidOutWeights:
+    @pytest.mark.parametrize(
+        ("threads", "width", "outputs"),
+        [(1, 100, 50), (1, 512, 3072), (1, 64, 33), (1, 64, 1), (2, 768, 129), (2, 1000, 8)],
+        indirect=["threads"],
+    )
+    @pytest.mark.parametrize("tile", [16, 64])
+    @pytest.mark.parametrize("is_packed", [False, True])
+    def test_bits_do_not_depend_on_the_number_or_place_of_rows(self, threads, tile, width, outputs, is_packed):
+        x, weight, bias = torch.randn(150, width), columns_first(torch.randn(outputs, width)), torch.randn(outputs)
+        packed = pack_weight(weight, tile) if is_packed else None
+        want = row_tiled_linear(x, weight, bias, tile, packed)
+        assert error(want, x.double() @ weight.double().t() + bias.double()) < 1e-6
+        for start, stop in ((0, 1), (0, 2), (3, 5), (7, 16), (1, 65), (2, 66), (0, 149), (149, 150)):
+            assert torch.equal(row_tiled_linear(x[start:stop].clone(), weight, bias, tile, packed), want[start:stop])
+
+    def test_a_packed_weight_serves_the_tiles_of_its_rows_alone(self):
+        x, weight = torch.randn(40, 24), torch.randn(9, 24)
+        other = pack_weight(torch.randn(9, 24), 16)
+        assert torch.equal(row_tiled_linear(x, weight, None, 64, other), row_tiled_linear(x, weight, None, 64))
+        assert torch.equal(row_tiled_linear(x, weight, None, 0, other), row_tiled_linear(x, weight, None, 0))
+        assert not torch.equal(row_tiled_linear(x, weight, None, 16, other), row_tiled_linear(x, weight, None, 16))
+
+    def test_only_float32_is_packed_and_only_for_some_rows(self):
+        assert pack_weight(torch.randn(9, 24), 16) is not None
+        assert pack_weight(torch.randn(9, 24).bfloat16(), 16) is None
+        assert pack_weight(torch.randn(9, 24), 0) is None
+
+    def test_columns_first_is_the_same_weight(self):
+        weight = torch.randn(9, 24)
+        laid_out = columns_first(weight)
+        assert torch.equal(laid_out, weight) and laid_out.t().is_contiguous()

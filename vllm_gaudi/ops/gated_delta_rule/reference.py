@@ -12,6 +12,8 @@ Bitwise rules (design.md section 7): every matmul is one [C, .] product per sequ
 count; the only reductions are over the head dim and inside a chunk; pads are removed by selection.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -128,25 +130,33 @@ def recurrent_gated_delta_rule(
     nothing is mutated. A row's bits do not depend on N. With X = [k; q]^T S: u = beta (v - e^g X_k), o = e^g X_q +
     (q.k) u, S <- e^g S + k u^T.
     """
-    rows, k_heads, k_dim = q.shape
-    v_heads, v_dim = v.shape[-2:]
-    if v_heads % k_heads:
-        raise ValueError(f"{v_heads} value heads cannot share {k_heads} key heads evenly")
-    group = v_heads // k_heads
-
-    key = _l2_normalise(k.float())
-    query = _l2_normalise(q.float()) * k_dim**-0.5
-    key_query = torch.stack((key, query), dim=2).repeat_interleave(group, dim=1).reshape(rows * v_heads, 2, k_dim)
-    overlap = (key * query).sum(-1).repeat_interleave(group, dim=1).reshape(-1, 1)
-    decay = torch.exp(g.float()).reshape(-1, 1)
-
-    old = state.float().reshape(rows * v_heads, k_dim, v_dim)
-    read = torch.bmm(key_query, old)
-    update = (v.float().reshape(-1, v_dim) - read[:, 0] * decay) * beta.float().reshape(-1, 1)
-    out = read[:, 1] * decay + update * overlap
-    new = old * decay[:, :, None]
-    new += key_query[:, 0, :, None] * update[:, None, :]
+    terms = _step_terms(q, k, v, g, beta)
+    new = state.to(torch.float32, copy=True).flatten(0, 1)
+    out = _step_([term.flatten(0, 1) for term in terms], new)
     return out.reshape(v.shape).to(v.dtype), new.reshape(state.shape).to(state.dtype)
+
+
+def recurrent_gated_delta_rule_(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """`recurrent_gated_delta_rule` bit for bit, on states where they lie: each is read and written once.
+
+    states: of the first rows, each [Hv, Dk, Dv], distinct and contiguous; MUTATED. Rows behind them are pads. Returns
+    out [N, Hv, Dv] in v.dtype, zero for pads. For a host: a loop over the rows.
+    """
+    terms = _step_terms(q, k, v, g, beta)
+    out = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+    for row, state in enumerate(states):
+        new = state.float()  # the state itself when it is float32
+        out[row] = _step_([term[row] for term in terms], new)
+        if new is not state:
+            state.copy_(new)
+    return out.to(v.dtype)
 
 
 def boundary_chunks(
@@ -170,6 +180,33 @@ def boundary_chunks(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def _step_terms(q, k, v, g, beta):
+    """What one token brings, float32: key and query [N, Hv, 2, Dk], q.k [N, Hv, 1], e^g, v and beta alike.
+
+    Raises ValueError when Hv is not a multiple of Hk.
+    """
+    k_heads, k_dim = q.shape[1:]
+    v_heads = v.shape[1]
+    if v_heads % k_heads:
+        raise ValueError(f"{v_heads} value heads cannot share {k_heads} key heads evenly")
+    group = v_heads // k_heads
+    key = _l2_normalise(k.float())
+    query = _l2_normalise(q.float()) * k_dim**-0.5
+    key_query = torch.stack((key, query), dim=2).repeat_interleave(group, dim=1)
+    overlap = (key * query).sum(-1, keepdim=True).repeat_interleave(group, dim=1)
+    return key_query, overlap, torch.exp(g.float()).unsqueeze(-1), v.float(), beta.float().unsqueeze(-1)
+
+
+def _step_(terms, state):
+    """One token of each head: terms as above without their rows, state [heads, Dk, Dv] float32, MUTATED. Returns o."""
+    key_query, overlap, decay, value, beta = terms
+    read = torch.bmm(key_query, state)
+    update = (value - read[:, 0] * decay) * beta
+    out = read[:, 1] * decay + update * overlap
+    state.mul_(decay[:, :, None]).baddbmm_(key_query[:, 0, :, None], update[:, None, :])
+    return out
 
 
 def _run_segment(q, k, v, g, beta, state, lengths, chunk_size, num_chunks, state_dtype, ring):

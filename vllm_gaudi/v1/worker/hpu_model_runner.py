@@ -79,6 +79,7 @@ class HPUModelRunner:
         self.max_num_seqs = scheduler.max_num_seqs
         self.max_num_tokens = scheduler.max_num_batched_tokens
         self.is_async = bool(scheduler.async_scheduling)
+        self.is_eager_host = False  # nothing is compiled: one shape is as good as another, host numbers cost nothing
         self.model: torch.nn.Module
         self.graphs: GraphRunner
         self.caches: KVCaches
@@ -105,9 +106,10 @@ class HPUModelRunner:
             load_config.load_format = "dummy"
         loader = get_model_loader(load_config)
         self.model = loader.load_model(vllm_config=self.vllm_config, model_config=self.vllm_config.model_config)
-        install_row_tiles(self.model)
-        install_attention(self.model)
         backend = None if self.vllm_config.model_config.enforce_eager else device.compile_backend()
+        self.is_eager_host = backend is None and not device.is_hpu() and device.has_row_tiles()
+        install_row_tiles(self.model, DECODE_ROW_TILE if self.is_eager_host else 0)
+        install_attention(self.model)
         self.graphs = GraphRunner(self.model, self.vllm_config, backend)
 
     @property
@@ -164,6 +166,7 @@ class HPUModelRunner:
             num_slots=self.max_num_seqs,
             position_axes=3 if self.vllm_config.model_config.uses_mrope else 1,
             device=self.device,
+            with_host_rows=self.is_eager_host,
         )
         self.sampling = SamplingState(self.vllm_config, self.device, self.grid.decode_batches)
 

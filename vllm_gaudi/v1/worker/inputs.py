@@ -58,7 +58,8 @@ class InputBuilder:
     """Builds the forwards of a step.
 
     ``attention_group``: index of the attention group in the step's block tables; ``kernel_block`` tokens;
-    ``kernel_blocks_per_block``; ``num_slots``; ``position_axes``: 1, or 3 for multi-axis rotary positions.
+    ``kernel_blocks_per_block``; ``num_slots``; ``position_axes``: 1, or 3 for multi-axis rotary positions;
+    ``with_host_rows``: layers are told in plain numbers, too, where sequences stand.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class InputBuilder:
         num_slots: int,
         position_axes: int,
         device: torch.device,
+        with_host_rows: bool = False,
     ):
         self._grid = grid
         self._pads = pads
@@ -82,6 +84,7 @@ class InputBuilder:
         self._per_block = kernel_blocks_per_block
         self._axes = position_axes
         self._device = device
+        self._with_host_rows = with_host_rows
         # Behind the slots: what pads read, and where the tokens of pads go.
         self._last_tokens = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
         self._pad_slot = num_slots
@@ -209,6 +212,7 @@ class InputBuilder:
                 block_table=self._upload(table, np.int32),
                 query_start=self._upload(start_of, np.int32),
                 lengths=self._upload(lengths, np.int32),
+                last_start=max(starts, default=0) if self._with_host_rows else None,
             ),
             kept=kept,
         )
@@ -307,6 +311,7 @@ class InputBuilder:
                 block_lens=self._upload(block_lens, np.int32),
                 row_first=self._upload(row_first, np.int32),
             ),
+            state_rows=tuple(state_slots) if self._with_host_rows else None,
         )
         return ModelInputs(
             bucket=bucket,
