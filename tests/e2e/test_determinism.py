@@ -219,6 +219,18 @@ def test_neither_buckets_nor_limits_change_a_bit(reference, variant):
         assert different(reference, together(opened, model.lengths)) == []
 
 
+def test_shapes_without_pads_change_no_bit(reference, monkeypatch):
+    monkeypatch.setenv("VLLM_GAUDI_EXACT_SHAPES", "1")
+    model = reference.model
+    with reference.open(max_num_batched_tokens=WHOLE) as opened:
+        assert opened.runner.grid.is_exact
+        for run in (together, one_by_one):
+            assert different(reference, run(opened, model.lengths)) == []
+        shapes = opened.runner.graphs.cold_shapes
+        assert {rows for kind, rows, *_ in shapes if kind == "prefill"} > {64, 192}, "a length that no ladder has"
+        assert {batch for kind, _, batch, *_ in shapes if kind == "decode"} >= {1, 3, 6}
+
+
 # Below one chunk the grid is out of reach
 
 

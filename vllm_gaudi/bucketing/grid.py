@@ -6,6 +6,9 @@ choice of the bucket for a given need.
 Never: tensors, requests, or a shape made up at run time.
 
 Ordering rule: the grid is complete at construction; ``warm_up`` order is largest first, so that memory peaks early.
+
+An exact grid has the same limits, and between them any shape: where nothing is compiled, a pad costs and a shape does
+not.
 """
 
 from __future__ import annotations
@@ -74,7 +77,8 @@ class BucketGrid:
 
     ``query_multiple`` tokens: a multiple of the GDN chunk and of the row tile; ``max_query`` tokens, ``max_batch``
     sequences, ``max_context`` tokens: the engine's limits; ``kernel_block`` tokens; ``block_size``: B tokens where GDN
-    states are cached, 0 elsewhere; ``overrides``: additional config.
+    states are cached, 0 elsewhere; ``overrides``: additional config; ``is_exact``: a shape is what is needed, not what
+    is listed.
     """
 
     def __init__(
@@ -88,7 +92,10 @@ class BucketGrid:
         max_blocks: int,
         block_size: int = 0,
         overrides: Mapping[str, Any] | None = None,
+        is_exact: bool = False,
     ):
+        self.is_exact = is_exact
+        self._query_multiple = query_multiple
         chosen = dict(overrides or {})
         self.kernel_block = kernel_block
         self.block_size = block_size
@@ -119,11 +126,11 @@ class BucketGrid:
 
         ``keeps_boundaries``: whether the state at a boundary that one of them runs over is kept.
         """
-        query = smallest_at_least(self.prefill_queries, query)
+        query = self._step(self.prefill_queries, query, self._query_multiple)
         return PrefillBucket(
-            batch=smallest_at_least(self.prefill_batches, batch),
+            batch=self._step(self.prefill_batches, batch),
             query=query,
-            blocks=smallest_at_least(self.prefill_blocks, -(-context // self.kernel_block)),
+            blocks=self._step(self.prefill_blocks, -(-context // self.kernel_block)),
             boundaries=self.boundaries_within(query) if keeps_boundaries else 0,
         )
 
@@ -144,14 +151,26 @@ class BucketGrid:
     def decode(self, batch: int, blocks: int) -> DecodeBucket:
         """Bucket for ``batch`` one-token sequences that read ``blocks`` kernel blocks in all."""
         return DecodeBucket(
-            batch=smallest_at_least(self.decode_batches, batch),
-            blocks=smallest_at_least(self.decode_blocks, blocks),
+            batch=self._step(self.decode_batches, batch),
+            blocks=self._step(self.decode_blocks, blocks),
         )
 
-    def fits_one_forward(self, batch: int, query: int) -> bool:
-        """Whether ``batch`` sequences of at most ``query`` tokens may share a prefill forward."""
+    def _step(self, ladder: Sequence[int], value: int, multiple: int = 1) -> int:
+        """The size that ``value`` gets: of the ladder, or of an exact grid any ``multiple`` up to the ladder's top."""
+        listed = smallest_at_least(ladder, value)
+        return min(listed, round_up(value, multiple)) if self.is_exact else listed
+
+    def fits_one_forward(self, batch: int, query: int, shortest: int | None = None) -> bool:
+        """Whether ``batch`` sequences of at most ``query`` tokens, and at least ``shortest``, share a prefill forward.
+
+        On an exact grid only those do that none of them is padded for.
+        """
         if batch > self.prefill_batches[-1]:
             return False
+        if self.is_exact and batch > 1:
+            query = round_up(query, self._query_multiple)
+            is_even = shortest is None or round_up(shortest, self._query_multiple) == query
+            return is_even and batch * query <= self.max_prefill_rows
         padded = smallest_at_least(self.prefill_batches, batch) * smallest_at_least(self.prefill_queries, query)
         return batch == 1 or padded <= self.max_prefill_rows
 

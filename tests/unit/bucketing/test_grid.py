@@ -86,6 +86,27 @@ def test_every_decode_that_a_step_can_run_has_its_bucket_in_the_grid(given, data
     assert bucket in grid.all_decode()
 
 
+@given(limits(), st.data())
+def test_an_exact_grid_pads_to_the_query_multiple_and_stays_within_the_listed_buckets(given, data):
+    grid, listed = BucketGrid(**given, is_exact=True), BucketGrid(**given)
+    query = data.draw(st.integers(1, min(given["max_query"], given["max_context"])))
+    shortest = data.draw(st.integers(1, query))
+    batch = data.draw(st.integers(1, given["max_batch"]))
+    context = data.draw(st.integers(query, given["max_context"]))
+    multiple = given["query_multiple"]
+    assert grid.fits_one_forward(1, query, query)
+    if grid.fits_one_forward(batch, query, shortest):
+        bucket, padded = grid.prefill(batch, query, context), listed.prefill(batch, query, context)
+        assert (bucket.batch, bucket.blocks) == (batch, -(-context // given["kernel_block"]))
+        assert bucket.query == -(-query // multiple) * multiple <= padded.query
+        assert batch == 1 or (bucket.rows <= grid.max_prefill_rows and query - shortest < multiple)
+        assert grid.prefill(batch, query, context, keeps_boundaries=True).boundaries * batch <= grid.num_staging
+    blocks = data.draw(st.integers(batch, max(batch, grid.decode_blocks[-1])))
+    if blocks <= grid.decode_blocks[-1]:
+        assert grid.decode(batch, blocks) == DecodeBucket(batch, blocks)
+    assert grid.all_prefill() == listed.all_prefill() and grid.all_decode() == listed.all_decode()
+
+
 @given(limits())
 def test_the_grid_lists_each_bucket_once_largest_first_and_only_within_limits(given):
     grid = BucketGrid(**given)

@@ -143,6 +143,7 @@ class HPUModelRunner:
             max_blocks=sys.maxsize if for_profile else geometry.num_kernel_blocks,
             block_size=geometry.block_size if self.cached_groups else 0,
             overrides={key: additional[key] for key in CONFIG_KEYS if key in additional},
+            is_exact=self.is_eager_host and envs.get("VLLM_GAUDI_EXACT_SHAPES"),
         )
         self.caches = KVCaches(
             geometry,
@@ -223,6 +224,9 @@ class HPUModelRunner:
         On Gaudi nothing runs while it is compiled, so what pads read is written anew, two shapes run for real, and so
         do the operators outside the graphs, each of which is compiled at its first run with a shape.
         """
+        if self.grid.is_exact:
+            self.finish_warm_up()
+            return 0
         if device.is_hpu():
             self.run_pads(self.grid.all_decode()[-1])  # makes what lives on, where it is known to be made
         with device.compile_only() as nothing_ran:
@@ -249,6 +253,8 @@ class HPUModelRunner:
     @torch.inference_mode()
     def finish_warm_up(self) -> None:
         self.caches.zero_reserved()
+        if self.grid.is_exact:
+            self.graphs.warm_shapes.clear()  # the profile's; there is no ladder that a shape could be missing from
         self.graphs.seal()
 
     # The step

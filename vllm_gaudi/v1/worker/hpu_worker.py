@@ -149,7 +149,13 @@ class HPUWorker(WorkerBase):
             )
 
     def _profile(self) -> int:
-        """Peak bytes of the largest forwards and of sampling."""
+        """Peak bytes of the largest forwards and of sampling; 0, unmeasured, on a host whose pool they do not change.
+
+        That is one of given bytes or blocks. On a device the run is also what finds the forwards to be too large.
+        """
+        given = (self.cache_config.kv_cache_memory_bytes, self.cache_config.num_gpu_blocks_override)
+        if not device.is_hpu() and given != (None, None):
+            return 0
         with set_current_vllm_config(self.vllm_config), device.PeakMemory() as peak:
             self.model_runner.profile_run()
             device.synchronize()

@@ -132,14 +132,13 @@ class InputBuilder:
     def _prefill_batches(self, step: StepRequests, members: np.ndarray) -> Iterator[list[int]]:
         """Neighbours in scheduler order share a forward while they fit the grid together."""
         batch: list[int] = []
-        longest = 0
+        queries: list[int] = []
         for i in members.tolist():
-            query = int(step.num_scheduled[i])
-            if batch and not self._grid.fits_one_forward(len(batch) + 1, max(longest, query)):
+            queries.append(int(step.num_scheduled[i]))
+            if batch and not self._grid.fits_one_forward(len(queries), max(queries), min(queries)):
                 yield batch
-                batch, longest = [], 0
+                batch, queries = [], queries[-1:]
             batch.append(i)
-            longest = max(longest, query)
         if batch:
             yield batch
 

@@ -80,7 +80,11 @@ def step_of(*rows: Row) -> StepRequests:
 
 
 def make(
-    axes: int = 1, max_blocks: int = NUM_BLOCKS * PER_BLOCK, caches: bool = False, **overrides: list[int]
+    axes: int = 1,
+    max_blocks: int = NUM_BLOCKS * PER_BLOCK,
+    caches: bool = False,
+    is_host: bool = False,
+    **overrides: list[int],
 ) -> InputBuilder:
     grid = BucketGrid(
         query_multiple=8,
@@ -91,6 +95,7 @@ def make(
         max_blocks=max_blocks,
         block_size=KERNEL * PER_BLOCK if caches else 0,
         overrides=overrides,
+        is_exact=is_host,
     )
     builder = InputBuilder(
         grid,
@@ -102,6 +107,7 @@ def make(
         num_slots=NUM_SLOTS,
         position_axes=axes,
         device=torch.device("cpu"),
+        with_host_rows=is_host,
     )
     builder.remember(np.arange(NUM_SLOTS, dtype=np.int32), torch.arange(100, 100 + NUM_SLOTS))
     return builder
@@ -222,7 +228,7 @@ class TestPrefill:
         assert {t.dtype for t in (forward.logit_rows, attn.slot_mapping)} == {torch.int64}
         assert {t.dtype for t in (forward.input_ids, forward.positions)} == {torch.int32}
         assert {attn.state_read.dtype, attn.state_write.dtype} == {torch.int64}
-        assert {t.dtype for t in vars(attn.prefill).values()} == {torch.int32}
+        assert {t.dtype for t in vars(attn.prefill).values() if t is not None} == {torch.int32}
 
 
 class TestDecode:
@@ -274,6 +280,30 @@ def test_decodes_run_before_prefills():
     forwards = check(make(), Row(0, 0, 3, (1,), admitted=True), decode(1, 7, 2), Row(2, 0, 3, (3,)), decode(3, 7, 4))
     assert [type(forward.bucket) for forward in forwards] == [DecodeBucket, PrefillBucket]
     assert [forward.members for forward in forwards] == [(1, 3), (0, 2)]
+
+
+class TestOnAHostWithoutAnyGraph:
+    def test_a_prefill_is_padded_to_the_row_tile_alone(self):
+        (forward,) = check(make(is_host=True), Row(0, 8, 17, (3, 4, 5, 6)))
+        assert forward.bucket == PrefillBucket(1, 24, 7)
+        assert forward.attn.prefill.last_start == 8
+
+    def test_only_chunks_of_one_padded_length_share_a_forward(self):
+        rows = Row(0, 0, 3, (1,)), Row(1, 0, 8, (2,)), Row(2, 0, 9, (3, 4)), Row(3, 4, 4, (5,))
+        forwards = check(make(is_host=True), *rows)
+        assert [forward.members for forward in forwards] == [(0, 1), (2,), (3,)]
+        assert [forward.attn.prefill.last_start for forward in forwards] == [0, 0, 4]
+
+    def test_a_decode_is_told_its_rows_and_has_no_pads_in_its_list(self):
+        (forward,) = check(make(is_host=True), decode(5, 9, 4, 6), decode(1, 2, 5), decode(3, 3, 7))
+        assert forward.bucket == DecodeBucket(3, 5)
+        assert forward.attn.state_rows == (5, 1, 3)
+
+    def test_a_device_is_not_told(self):
+        (forward,) = check(make(), decode(5, 9, 4, 6))
+        assert forward.attn.state_rows is None
+        (forward,) = check(make(), Row(0, 0, 3, (1,)))
+        assert forward.attn.prefill.last_start is None
 
 
 def test_an_empty_step_has_no_forward():
