@@ -69,6 +69,7 @@ class Column:
     python: str
     flags: dict[str, Any]
     environment: dict[str, str]
+    script: str = "worker.py"
 
 
 class Engine:
@@ -79,7 +80,7 @@ class Engine:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         self._process = subprocess.Popen(
-            [column.python, str(HERE / "worker.py")],
+            [column.python, str(HERE / column.script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),

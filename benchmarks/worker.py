@@ -8,7 +8,8 @@ Commands are lines of JSON on stdin, answers lines of JSON on the descriptor tha
 engine prints goes elsewhere.
 
     {"do": "start", "flags": {...}}                      -> {"seconds": s, "block_size": B, "num_blocks": n}
-    {"do": "play", "workload": name, "seed": n, ...}     -> {"requests": [...], "wall": s, "cpu": s, ...}
+    {"do": "play", "name": name, "seed": n, ...}         -> {"requests": [...], "wall": s, "cpu": s, ...}
+    {"do": "play", "prompts": [[id, ...]], "answer": n}  -> the same; "in_turn": each waits for the one before it
 """
 
 from __future__ import annotations
@@ -151,6 +152,14 @@ class Player:
         self.engine.engine_core.shutdown()
 
 
+def sessions_of(command: dict[str, Any]) -> list[workloads.Session]:
+    """What a command asks to be played: a workload by its name, or prompts as they are."""
+    if "prompts" not in command:
+        return workloads.make(**{key: command[key] for key in ("name", "block_size", "vocabulary", "seed", "scale")})
+    sessions = [workloads.Session([workloads.Turn(prompt, command["answer"])]) for prompt in command["prompts"]]
+    return workloads.in_turn(sessions) if command["in_turn"] else sessions
+
+
 def cpu_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
@@ -181,8 +190,7 @@ def main() -> None:
                 answer(player.facts())
             elif command["do"] == "play":
                 assert player is not None
-                arguments = {key: command[key] for key in ("name", "block_size", "vocabulary", "seed", "scale")}
-                answer(player.play(workloads.make(**arguments)))
+                answer(player.play(sessions_of(command)))
         except Exception as error:
             answer({"error": f"{type(error).__name__}: {error}"})
     if player is not None:
