@@ -118,7 +118,7 @@ class HPUAttentionImpl(AttentionImpl):
                 meta.prefill.query_start,
                 self.scale,
                 kernel_block=meta.kernel_block,
-                last_start=meta.prefill.last_start,
+                start_range=meta.prefill.start_range,
             ).reshape(rows, self.num_heads, self.head_size)
         else:
             assert meta.decode is not None

@@ -20,7 +20,7 @@ class PrefillAttention:
     block_table: torch.Tensor  # [N, M] int32: kernel block ids of the context, pads = the spare block
     query_start: torch.Tensor  # [N] int32: tokens before the first row
     lengths: torch.Tensor  # [N] int32: rows that are real; 0 for a pad sequence
-    last_start: int | None = None  # the largest of query_start, where it is worth knowing on the host
+    start_range: tuple[int, int] | None = None  # least and largest of query_start, where the host's knowing helps
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ def paged_prefill_attention(
     scale: float,
     *,
     kernel_block: int,
-    tile_tokens: int = 128,
-    last_start: int | None = None,
+    tile_tokens: int = 256,
+    start_range: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Causal attention of a chunk of queries over context and chunk, both read from the cache.
 
@@ -67,8 +67,8 @@ def paged_prefill_attention(
     scale        factor on the scores
     kernel_block tokens of a kernel block
     tile_tokens  context tokens per online-softmax step; equal in all calls that must agree bitwise
-    last_start   the largest of query_start, or more; with it, steps that no query sees are left out, which changes no
-                 bit. None: not known
+    start_range  the least and the largest of query_start; with it, steps that no query sees are left out, and those
+                 that every query sees have no mask, which changes no bit. None: not known
 
     Returns [N, Q, H, D] in q.dtype; rows of pad queries are finite garbage. Nothing is mutated. A query's bits depend
     neither on N, Q and M, nor on how the sequence was cut.
@@ -88,22 +88,25 @@ def paged_prefill_attention(
     sees = sees[:, :, None, :, None].expand(-1, -1, kv_heads, -1, heads // kv_heads)
     sees = sees.reshape(num_tiles, batch * kv_heads, rows_per_gemm, 1)
 
+    first, last = start_range or (-1 - tile_tokens * num_tiles, table_tokens)
     running: list[_Softmax | None] = [None] * num_tiles
     for start in range(0, table_tokens, tile_tokens):
-        if last_start is not None and start >= last_start + num_tiles * QUERY_TILE:
+        if start >= last + num_tiles * QUERY_TILE:
             break
         position = torch.arange(start, start + tile_tokens, dtype=torch.int32, device=q.device)
-        # A position behind the table reads its last row; only a pad query sees that far.
-        slots = _slots(block_table, position.clamp(max=table_tokens - 1), kernel_block)
-        key, value = _gather_slots(k_cache, slots), _gather_slots(v_cache, slots)
-        # The first query that may see this far stands in this tile.
-        first_tile = 0 if last_start is None else max(0, start - last_start) // QUERY_TILE
-        for tile in range(first_tile, num_tiles):
-            scores = torch.bmm(query[tile], key.transpose(1, 2)).masked_fill_(position > sees[tile], _NEVER)
+        key, value = (_gather_step(c, block_table, position, tile_tokens, kernel_block) for c in (k_cache, v_cache))
+        # The first query that may see this far stands in the first of these.
+        for tile in range(max(0, start - last) // QUERY_TILE, num_tiles):
+            scores = torch.bmm(query[tile], key.transpose(1, 2))
+            is_seen_by_all = start + tile_tokens - 1 <= first + tile * QUERY_TILE
+            if not is_seen_by_all:
+                scores.masked_fill_(position > sees[tile], _NEVER)
             piece = _piece(scores, value)
             so_far = running[tile]
             # Position 0 is visible to every query, so the first tile always leaves a finite maximum.
-            running[tile] = piece if so_far is None else _merge(so_far, piece, start <= sees[tile])
+            if so_far is not None:
+                piece = _merge(so_far, piece, None if is_seen_by_all else start <= sees[tile])
+            running[tile] = piece
 
     done = torch.stack([state.acc / state.total for state in running if state is not None])
     done = done.view(num_tiles, batch, kv_heads, QUERY_TILE, -1, dim).permute(1, 0, 3, 2, 4, 5)
@@ -195,10 +198,15 @@ def _piece(scores: torch.Tensor, value: torch.Tensor) -> _Softmax:
     return _Softmax(top, probs.sum(-1, keepdim=True), torch.bmm(probs, value))
 
 
-def _merge(one: _Softmax, other: _Softmax, where: torch.Tensor) -> _Softmax:
-    """The softmax over both sets of keys where `where` (bool, broadcast) holds, `one` bit for bit elsewhere."""
+def _merge(one: _Softmax, other: _Softmax, where: torch.Tensor | None) -> _Softmax:
+    """The softmax over both sets of keys where `where` (bool, broadcast) holds, `one` bit for bit elsewhere.
+
+    None: it holds everywhere.
+    """
     top = torch.maximum(one.top, other.top)
     shrink, grow = torch.exp(one.top - top), torch.exp(other.top - top)  # NaN only where both are empty: not selected
+    if where is None:
+        return _Softmax(top, one.total * shrink + other.total * grow, one.acc * shrink + other.acc * grow)
     return _Softmax(
         torch.where(where, top, one.top),
         torch.where(where, one.total * shrink + other.total * grow, one.total),
@@ -206,15 +214,22 @@ def _merge(one: _Softmax, other: _Softmax, where: torch.Tensor) -> _Softmax:
     )
 
 
-def _slots(block_table: torch.Tensor, position: torch.Tensor, kernel_block: int) -> torch.Tensor:
-    """Flat cache slots [N, L] int32 of the table positions [L] (tokens)."""
-    return block_table.index_select(1, position // kernel_block) * kernel_block + position % kernel_block
+def _gather_step(
+    cache: torch.Tensor, block_table: torch.Tensor, position: torch.Tensor, num_tokens: int, kernel_block: int
+) -> torch.Tensor:
+    """Cache rows at the table positions [L] (tokens, one after the other) as float32 [N * Hkv, L, D].
 
-
-def _gather_slots(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Cache rows at slots [N, L] as float32 [N * Hkv, L, D]."""
-    rows = cache.index_select(0, slots.flatten()).unflatten(0, slots.shape)
-    return rows.transpose(1, 2).to(torch.float32).flatten(0, 1).contiguous()
+    Positions behind the table read some row of its last block; only a pad query sees that far.
+    """
+    batch, num_blocks = block_table.shape
+    if num_tokens % kernel_block == 0:  # whole blocks
+        entry = (position[::kernel_block] // kernel_block).clamp(max=num_blocks - 1)
+        rows = _gather_blocks(cache, block_table.index_select(1, entry).flatten(), kernel_block)
+    else:
+        position = position.clamp(max=num_blocks * kernel_block - 1)
+        slots = block_table.index_select(1, position // kernel_block) * kernel_block + position % kernel_block
+        rows = cache.index_select(0, slots.flatten()).to(torch.float32)
+    return rows.view(batch, num_tokens, *cache.shape[1:]).transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, kernel_block: int) -> torch.Tensor:

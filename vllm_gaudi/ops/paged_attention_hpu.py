@@ -37,12 +37,12 @@ def paged_prefill_attention(
     scale: float,
     *,
     kernel_block: int,
-    tile_tokens: int = 128,
-    last_start: int | None = None,
+    tile_tokens: int = 256,
+    start_range: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """The contract of `paged_attention.paged_prefill_attention`, except its bitwise promise.
 
-    tile_tokens and last_start are unused.
+    tile_tokens and start_range are unused.
     """
     from vllm_gaudi.device import kernels
 

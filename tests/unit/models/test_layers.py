@@ -242,3 +242,33 @@ class TestExperts:
         assert runner._select_forward()("x", "logits", "shared", "ids", runner._encode_layer_name(), 0) == "the sum"
         assert asked == [("x", "logits", "shared", "ids")]
         assert runner._encode_layer_name() == ""
+
+
+class TestRowTiles:
+    """Where weights lie. What the products give is tests/unit/ops/test_linear."""
+
+    @pytest.fixture
+    def model(self):
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+        class Linear(LinearBase):
+            def __init__(self, *shape: int):
+                torch.nn.Module.__init__(self)
+                self.quant_method = UnquantizedLinearMethod()
+                self.weight = torch.nn.Parameter(torch.randn(*shape), requires_grad=False)
+
+        return torch.nn.ModuleDict({"linear": Linear(9, 24), "conv1d": Linear(9, 1, 4)})
+
+    @pytest.mark.parametrize("tile", [0, 16])
+    def test_linear_weights_are_laid_out_and_packed_where_asked_and_no_convolution(self, model, tile):
+        from vllm_gaudi.models.linear import RowTiledLinearMethod, install_row_tiles
+
+        before = {name: module.weight.clone() for name, module in model.items()}
+        assert install_row_tiles(model, tile) == 2
+        for name, module in model.items():
+            assert type(module.quant_method) is RowTiledLinearMethod
+            assert torch.equal(module.weight, before[name])
+        assert model["linear"].weight.t().is_contiguous() == bool(tile)
+        packed = model["linear"].quant_method._packed
+        assert (packed and packed.rows) == (tile or None)
+        assert model["conv1d"].weight.is_contiguous() and model["conv1d"].quant_method._packed is None

@@ -49,13 +49,13 @@ def causal_conv1d_prefill(
     history = weight.shape[1] - 1
     inputs = torch.cat((tail, x), dim=1)  # row history + t is token t
 
+    dead = torch.arange(num_tokens, dtype=lengths.dtype, device=lengths.device) >= lengths[:, None]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     segment = max(1, SEGMENT_ELEMENTS // (batch * channels))
     for start in range(0, num_tokens, segment):
         stop = min(start + segment, num_tokens)
-        y[:, start:stop] = _taps([inputs[:, start + j : stop + j] for j in range(history + 1)], weight, bias)
-    dead = torch.arange(num_tokens, dtype=lengths.dtype, device=lengths.device) >= lengths[:, None]
-    y.masked_fill_(dead[:, :, None], 0.0)
+        taps = _taps([inputs[:, start + j : stop + j] for j in range(history + 1)], weight, bias)
+        y[:, start:stop] = taps.masked_fill_(dead[:, start:stop, None], 0.0)
 
     return y, *tails_of(inputs, history, lengths, boundary_first, boundary_every)
 

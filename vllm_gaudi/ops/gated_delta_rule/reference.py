@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from vllm_gaudi.ops.pointwise import sigmoid, softplus
 
 L2_EPS = 1e-6
-SEGMENT_TOKENS = 512  # temporaries of this many tokens stay in cache; a segment always ends on the chunk grid
+SEGMENT_TOKENS = 256  # temporaries of this many tokens stay in cache; a segment always ends on the chunk grid
 BASE_BLOCK = 16  # largest diagonal block inverted by forward substitution
 
 

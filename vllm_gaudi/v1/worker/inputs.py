@@ -211,7 +211,7 @@ class InputBuilder:
                 block_table=self._upload(table, np.int32),
                 query_start=self._upload(start_of, np.int32),
                 lengths=self._upload(lengths, np.int32),
-                last_start=max(starts, default=0) if self._with_host_rows else None,
+                start_range=(int(start_of.min()), int(start_of.max())) if self._with_host_rows else None,
             ),
             kept=kept,
         )

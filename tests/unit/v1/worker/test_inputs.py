@@ -286,13 +286,13 @@ class TestOnAHostWithoutAnyGraph:
     def test_a_prefill_is_padded_to_the_row_tile_alone(self):
         (forward,) = check(make(is_host=True), Row(0, 8, 17, (3, 4, 5, 6)))
         assert forward.bucket == PrefillBucket(1, 24, 7)
-        assert forward.attn.prefill.last_start == 8
+        assert forward.attn.prefill.start_range == (8, 8)
 
     def test_only_chunks_of_one_padded_length_share_a_forward(self):
         rows = Row(0, 0, 3, (1,)), Row(1, 0, 8, (2,)), Row(2, 0, 9, (3, 4)), Row(3, 4, 4, (5,))
         forwards = check(make(is_host=True), *rows)
         assert [forward.members for forward in forwards] == [(0, 1), (2,), (3,)]
-        assert [forward.attn.prefill.last_start for forward in forwards] == [0, 0, 4]
+        assert [forward.attn.prefill.start_range for forward in forwards] == [(0, 0), (0, 0), (4, 4)]
 
     def test_a_decode_is_told_its_rows_and_has_no_pads_in_its_list(self):
         (forward,) = check(make(is_host=True), decode(5, 9, 4, 6), decode(1, 2, 5), decode(3, 3, 7))
@@ -303,7 +303,7 @@ class TestOnAHostWithoutAnyGraph:
         (forward,) = check(make(), decode(5, 9, 4, 6))
         assert forward.attn.state_rows is None
         (forward,) = check(make(), Row(0, 0, 3, (1,)))
-        assert forward.attn.prefill.last_start is None
+        assert forward.attn.prefill.start_range is None
 
 
 def test_an_empty_step_has_no_forward():
