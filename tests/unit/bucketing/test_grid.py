@@ -107,6 +107,17 @@ def test_an_exact_grid_pads_to_the_query_multiple_and_stays_within_the_listed_bu
     assert grid.all_prefill() == listed.all_prefill() and grid.all_decode() == listed.all_decode()
 
 
+def test_an_exact_grid_pads_no_sequence_for_another():
+    grid = BucketGrid(
+        query_multiple=64, max_query=512, max_batch=8, max_context=1000, kernel_block=128, max_blocks=90, is_exact=True
+    )
+    assert grid.fits_one_forward(3, 128, 65) and grid.prefill(3, 128, 128) == PrefillBucket(3, 128, 1)
+    assert not grid.fits_one_forward(3, 128, 64)
+    assert grid.fits_one_forward(3, 170, 129) is False, "three times 192 rows are too many"
+    assert grid.prefill(1, 321, 900) == PrefillBucket(1, 384, 8)
+    assert grid.decode(3, 9) == DecodeBucket(3, 9)
+
+
 @given(limits())
 def test_the_grid_lists_each_bucket_once_largest_first_and_only_within_limits(given):
     grid = BucketGrid(**given)
