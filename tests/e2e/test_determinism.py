@@ -22,7 +22,7 @@ from vllm_gaudi.bucketing import grid
 from vllm_gaudi.testing.engine import Engine, Result, engine, greedy
 from vllm_gaudi.v1.core.sched import hpu_scheduler
 from vllm_gaudi.v1.worker import hpu_model_runner
-from vllm_gaudi.v1.worker.inputs import RowTiles
+from vllm_gaudi.v1.worker.inputs import InputBuilder, RowTiles
 
 TOKENS = 16
 WHOLE = 512  # the reference's budget: every prompt in one chunk
@@ -161,6 +161,20 @@ def watch_chunks(opened: Engine, schedule_of: Callable) -> Callable[[], list[int
     return lambda: chunk_ends(steps, lengths)
 
 
+def watch_pieces(opened: Engine) -> list[tuple[int, int]]:
+    """The products of less than a row tile that prefills are cut into, as they run."""
+    cut: list[tuple[int, int]] = []
+    build = opened.runner.inputs.build
+
+    def watched(*args: Any) -> Any:
+        for inputs in build(*args):
+            cut.extend(piece for piece in inputs.attn.pieces or () if piece[1] < inputs.attn.row_tile)
+            yield inputs
+
+    opened.runner.inputs.build = watched
+    return cut
+
+
 # Variants
 
 BUDGETS: dict[str, tuple[float, bool]] = {  # GDN chunks, async
@@ -181,8 +195,10 @@ def test_no_budget_of_at_least_a_chunk_changes_a_bit(reference, budget, schedule
     chunks, is_async = BUDGETS[budget]
     with reference.open(max_num_batched_tokens=int(chunks * model.chunk), async_scheduling=is_async) as opened:
         ends = watch_chunks(opened, schedule_of)
+        cut = watch_pieces(opened)
         assert different(reference, one_by_one(opened, model.lengths)) == []
         assert len(ends()) >= 1
+        assert bool(cut) == (model.name != "qwen3" and model.chunk == 64)
         assert model.name == "qwen3" or all(end % model.chunk == 0 for end in ends())
 
 
@@ -284,8 +300,21 @@ def test_bits_differ_without_the_chunk_grid(fp32_reference, monkeypatch):
     assert prompts_that_differ(fp32_reference)
 
 
+def test_bits_differ_where_one_run_cuts_a_prompts_last_tile_and_another_does_not(checkpoint, monkeypatch):
+    """In products long enough that a BLAS sums them up differently for 16 and 64 rows."""
+    made = Reference(Model("q35_small", "float32", 0, 64), checkpoint("q35_small"))
+    flags = {"block_size": None, "max_num_batched_tokens": WHOLE, "num_gpu_blocks_override": 16}
+    with made.open(**flags) as opened:
+        assert opened.chunk == 64
+        made.results = alone(opened, [80])
+        assert different(made, alone(opened, [80])) == []
+    monkeypatch.setattr(InputBuilder, "_pieces", lambda *_: None)
+    with made.open(**flags) as opened:
+        assert different(made, alone(opened, [80])) == [80]
+
+
 def test_bits_differ_with_as_many_rows_as_there_are_sequences(fp32_reference, monkeypatch):
     """Neither row tiles nor the least number of rows: a decode of one request is a product of one row."""
-    monkeypatch.setattr(hpu_model_runner, "RowTiles", lambda prefill, decode: RowTiles(0, 0))
+    monkeypatch.setattr(hpu_model_runner, "RowTiles", lambda *tiles: RowTiles(0, 0))
     monkeypatch.setattr(grid, "MIN_ROWS", 1)
     assert prompts_that_differ(fp32_reference)

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from vllm_gaudi.testing.engine import Engine, engine, greedy
+from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
 from vllm_gaudi.v1.worker.hpu_worker import HPUWorker
 from vllm_gaudi.v1.worker.kv_cache import KVCaches
 
@@ -180,7 +181,7 @@ def test_a_larger_budget_of_tokens_is_profiled_and_leaves_fewer_blocks(checkpoin
 
 
 @pytest.mark.parametrize("name", ["q35_dense", "llama"])
-def test_the_profile_runs_tensors_are_gone_before_the_engines_own_are_made(name, checkpoint, monkeypatch):
+def test_the_profile_runs_tensors_are_gone_before_the_engines_own_are_made(name, checkpoint, monkeypatch, small_host):
     """A device that is nearly full cannot hold the states of all slots twice."""
     made: list[list[weakref.ref]] = []
     alive: list[int] = []
@@ -191,9 +192,21 @@ def test_the_profile_runs_tensors_are_gone_before_the_engines_own_are_made(name,
         build(self, *args, **kwargs)
         made.append([weakref.ref(t) for t in (*self.k, *self.v, *self.conv, *self.ssm)])
 
+    profiled = []
+    profile_run = HPUModelRunner.profile_run
+    monkeypatch.setattr(HPUModelRunner, "profile_run", lambda self: profiled.append(profile_run(self)))
     monkeypatch.setattr(KVCaches, "__init__", watched)
-    with engine(checkpoint(name), num_gpu_blocks_override=None, kv_cache_memory_bytes=16 << 20):
+    with engine(checkpoint(name), num_gpu_blocks_override=None):
+        assert len(profiled) == 1
         assert alive == [0, 0] and len(made) == 2 and made[0]
+
+
+@pytest.mark.parametrize("given", [{"kv_cache_memory_bytes": GIVEN}, {"num_gpu_blocks_override": 60}], ids=str)
+def test_a_host_with_a_given_pool_starts_without_a_profile_run(given, checkpoint, monkeypatch, peaks, said):
+    monkeypatch.setattr(HPUModelRunner, "profile_run", lambda _: pytest.fail("profiled"))
+    with engine(checkpoint("q35_dense"), **{"num_gpu_blocks_override": None, **given}) as opened:
+        assert peaks == [0] and opened.generate([[11] * 100])[0].tokens
+    assert any("profile peak not measured" in line for line in said)
 
 
 def test_a_profile_run_leaves_nothing_behind(checkpoint):

@@ -56,6 +56,7 @@ class HPUAttentionMetadata:
     prefill: PrefillAttention | None = None
     decode: DecodeAttention | None = None
     kept: KeptBoundaries | None = None
+    pieces: tuple[tuple[int, int], ...] | None = None  # ops.linear.Pieces of every matrix product; None: row tiles
     state_rows: tuple[int, ...] | None = None  # a decode's GDN state rows on the host, pads left out; None: not known
 
     @property

@@ -33,8 +33,8 @@ class RowTiledLinearMethod(UsesOps, UnquantizedLinearMethod):
         self._packed = packed
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        tile = get_forward_context().attn_metadata.row_tile
-        return self._ops.row_tiled_linear(x, layer.weight, bias, tile, self._packed)
+        meta = get_forward_context().attn_metadata
+        return self._ops.row_tiled_linear(x, layer.weight, bias, meta.row_tile, self._packed, meta.pieces)
 
 
 class RowTiledLogitsMethod(UsesOps, UnquantizedEmbeddingMethod):

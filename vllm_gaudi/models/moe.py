@@ -78,5 +78,5 @@ class HPUUnquantizedFusedMoEMethod(UsesOps, UnquantizedFusedMoEMethod):
     ) -> torch.Tensor:
         """[T, hidden] and [T, experts] -> [T, hidden]; the sum over a token's experts, not yet reduced over ranks."""
         weights, ids = self._ops.route(router_logits, layer.top_k, layer.renormalize)
-        row_tile = get_forward_context().attn_metadata.row_tile
-        return self._ops.experts(x, self._experts, weights, ids, row_tile=row_tile)
+        meta = get_forward_context().attn_metadata
+        return self._ops.experts(x, self._experts, weights, ids, row_tile=meta.row_tile, pieces=meta.pieces)

@@ -7,13 +7,18 @@ those of few rows, where a BLAS spends a third of its time on rearranging the we
 Never: computes anything else; row_tile is a deployment constant, chosen by the caller, the same for a model's whole
 life, and so is whether a weight is packed.
 Order: tiles from the first row on; the last tile is filled with zero rows that are dropped afterwards. Zeros, not
-scratch: measured with bf16 on AMX and a K that is no multiple of 8, a NaN row leaks into the row before it.
+scratch: measured with bf16 on AMX and a K that is no multiple of 8, a NaN row leaks into the row before it. Where the
+host knows which rows are real it may name the products itself, as `Pieces`.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+Pieces = Iterable[tuple[int, int]]
+"""First row and rows of each product, apart and in order."""
 
 
 class PackedWeight(NamedTuple):
@@ -42,25 +47,37 @@ def row_tiled_linear(
     bias: torch.Tensor | None,
     row_tile: int,
     packed: PackedWeight | None = None,
+    pieces: Pieces | None = None,
 ) -> torch.Tensor:
     """x [rows, K] @ weight [N, K]^T + bias [N] or None -> [rows, N] in x.dtype. Nothing is mutated.
 
     row_tile > 0: every GEMM has exactly row_tile rows, so a row's bits depend on the row alone. row_tile == 0: one
-    F.linear. `packed` is the same weight and serves the tiles of its rows. Raises ValueError for a negative row_tile.
+    F.linear. `packed` is the same weight and serves the products of its rows. `pieces` are run instead of tiles; a row
+    in none of them comes out as zeros. Raises ValueError for a negative row_tile.
     """
     if row_tile < 0:
         raise ValueError(f"row_tile is {row_tile}: use 0 (one GEMM) or a positive number of rows")
     if row_tile == 0:
         return F.linear(x, weight, bias)
     rows = x.shape[0]
+    if pieces is not None:
+        out = x.new_zeros(rows, weight.shape[0])
+        for first, count in pieces:
+            out[first : first + count] = _product(x[first : first + count].contiguous(), weight, bias, packed)
+        return out
     num_tiles = -(-rows // row_tile)
     missing = num_tiles * row_tile - rows
     tiles = (F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()).view(num_tiles, row_tile, x.shape[1])
-    if packed is not None and packed.rows == row_tile:
-        done = [torch.ops.mkl._mkl_linear(tile, packed.data, weight, bias, row_tile) for tile in tiles]
-    else:
-        # One after the other: a batched product of the same tiles may round as the threads share them out.
-        done = [F.linear(tile, weight, bias) for tile in tiles]
+    # One after the other: a batched product of the same tiles may round as the threads share them out.
+    done = [_product(tile, weight, bias, packed) for tile in tiles]
     if num_tiles == 1:
         return done[0][:rows]
     return torch.cat(done)[:rows] if done else x.new_empty(0, weight.shape[0])
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, packed: PackedWeight | None
+) -> torch.Tensor:
+    if packed is not None and packed.rows == x.shape[0]:
+        return torch.ops.mkl._mkl_linear(x, packed.data, weight, bias, packed.rows)
+    return F.linear(x, weight, bias)

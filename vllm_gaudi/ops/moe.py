@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_gaudi.ops.linear import row_tiled_linear
+from vllm_gaudi.ops.linear import Pieces, row_tiled_linear
 from vllm_gaudi.ops.pointwise import silu
 
 
@@ -49,11 +49,12 @@ def experts(
     ids: torch.Tensor,
     *,
     row_tile: int,
+    pieces: Pieces | None = None,
 ) -> torch.Tensor:
     """sum over a row's chosen experts e of weight_e * W2_e (SiLU(gate_e x) * (up_e x)).
 
     x [T, H]; prepared: by `prepare_experts` of the same variant; weights [T, k] float32; ids [T, k] int32 in 0..E-1,
-    distinct within a row; row_tile as in `row_tiled_linear`. Returns [T, H] in x.dtype. Nothing is mutated.
+    distinct within a row; row_tile and pieces as in `row_tiled_linear`. Returns [T, H] in x.dtype. Nothing is mutated.
     """
     w13, w2 = prepared
     inner = w2.shape[2]
@@ -61,8 +62,8 @@ def experts(
     for expert in range(w13.shape[0]):
         chosen = ids == expert  # [T, k], at most one true per row
         weight = torch.where(chosen, weights, 0.0).sum(-1, keepdim=True)
-        gate_up = row_tiled_linear(x, w13[expert], None, row_tile)
+        gate_up = row_tiled_linear(x, w13[expert], None, row_tile, pieces=pieces)
         hidden = (silu(gate_up[:, :inner]) * gate_up[:, inner:].float()).to(x.dtype)
-        y = row_tiled_linear(hidden, w2[expert], None, row_tile).float()
+        y = row_tiled_linear(hidden, w2[expert], None, row_tile, pieces=pieces).float()
         out = torch.where(chosen.any(-1, keepdim=True), out + y * weight, out)
     return out.to(x.dtype)

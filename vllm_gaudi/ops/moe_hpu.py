@@ -14,6 +14,7 @@ on the host: dynamo looks at each one at every call, which takes 0.2 ms for a la
 
 import torch
 
+from vllm_gaudi.ops.linear import Pieces
 from vllm_gaudi.ops.moe import Prepared
 
 EXPERTS_PER_CALL = 64  # two weights of each are arguments of one operator: 512 experts would be 1,024
@@ -30,9 +31,15 @@ def prepare_experts(w13: torch.Tensor, w2: torch.Tensor) -> Prepared:
 
 
 def experts(
-    x: torch.Tensor, prepared: Prepared, weights: torch.Tensor, ids: torch.Tensor, *, row_tile: int
+    x: torch.Tensor,
+    prepared: Prepared,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    row_tile: int,
+    pieces: Pieces | None = None,
 ) -> torch.Tensor:
-    """The contract of `moe.experts`, except its bitwise promise; row_tile is unused."""
+    """The contract of `moe.experts`, except its bitwise promise; row_tile and pieces are unused."""
     routing, router_weights = ids.long(), weights.to(x.dtype)
     parts = [
         torch.ops.hpu.mixture_of_experts(

@@ -48,6 +48,32 @@ def test_a_negative_tile_is_refused():
         row_tiled_linear(torch.zeros(1, 2), torch.zeros(3, 2), None, -1)
 
 
+class TestPieces:
+    PIECES = ((0, 64), (64, 16), (80, 16), (128, 16))
+
+    @pytest.mark.parametrize("is_packed", [False, True])
+    @dtypes
+    def test_a_piece_is_a_product_of_its_own_and_other_rows_are_zeros(self, dtype, is_packed):
+        x, weight, bias = (t.to(dtype) for t in (torch.randn(192, 100), torch.randn(50, 100), torch.randn(50)))
+        packed = pack_weight(weight, 16) if is_packed else None
+        out = row_tiled_linear(x, weight, bias, 64, packed, self.PIECES)
+        left = torch.ones(192, dtype=torch.bool)
+        for first, count in self.PIECES:
+            rows = slice(first, first + count)
+            left[rows] = False
+            assert torch.equal(out[rows], row_tiled_linear(x[rows].clone(), weight, bias, count, packed))
+        assert (out.shape, out.dtype) == ((192, 50), dtype)
+        assert not out[left].any() and left.sum() == 80
+
+    def test_rows_in_no_piece_are_never_read(self):
+        x = torch.randn(192, 24)
+        x[96:128], x[144:] = float("nan"), float("nan")
+        assert row_tiled_linear(x, torch.randn(9, 24), None, 64, pieces=self.PIECES).isfinite().all()
+
+    def test_no_piece_at_all(self):
+        assert not row_tiled_linear(torch.randn(64, 24), torch.randn(9, 24), None, 64, pieces=()).any()
+
+
 class TestLaidOutWeights:
     @pytest.mark.parametrize(
         ("threads", "width", "outputs"),

@@ -32,6 +32,10 @@ MOST_GRAPHS = 1 << 16
 """Compilations that dynamo may keep: far above the ladder times the layers of any model."""
 
 
+MOST_COLD_SHAPES = 1 << 14
+"""Shapes behind warm-up that are remembered: where forwards have the shape that they need there is no end of them."""
+
+
 def shape_of(inputs: ModelInputs) -> Shape:
     """What a compiled graph would be keyed by: phase, token rows, sequences, block list or table, boundaries kept."""
     attn = inputs.attn
@@ -105,6 +109,8 @@ class GraphRunner:
         if not self._is_sealed:
             self.warm_shapes.add(shape)
         elif shape not in self.warm_shapes and shape not in self.cold_shapes:
+            if len(self.cold_shapes) == MOST_COLD_SHAPES:
+                return
             self.cold_shapes.add(shape)
             if self.warm_shapes:
                 logger.warning("Configuration: %s was not warmed-up!", shape)

@@ -160,7 +160,7 @@ class HPUModelRunner:
         self.inputs = InputBuilder(
             self.grid,
             PadRows(geometry.spare_block, self.caches.zero_row, self.caches.trash_row, self.caches.first_staging_row),
-            RowTiles(PREFILL_ROW_TILE, DECODE_ROW_TILE) if device.has_row_tiles() else RowTiles(0, 0),
+            self._row_tiles(geometry),
             attention_group=geometry.attention_group,
             kernel_block=geometry.kernel_block,
             kernel_blocks_per_block=geometry.kernel_blocks_per_block,
@@ -170,6 +170,14 @@ class HPUModelRunner:
             with_host_rows=self.is_eager_host,
         )
         self.sampling = SamplingState(self.vllm_config, self.device, self.grid.decode_batches)
+
+    def _row_tiles(self, geometry: CacheGeometry) -> RowTiles:
+        if not device.has_row_tiles():
+            return RowTiles(0, 0)
+        chunks_fill_tiles = bool(geometry.gdn_groups) and geometry.gdn_chunk == PREFILL_ROW_TILE
+        return RowTiles(
+            PREFILL_ROW_TILE, DECODE_ROW_TILE, DECODE_ROW_TILE if self.is_eager_host and chunks_fill_tiles else 0
+        )
 
     def drop_kv_cache(self) -> None:
         """Undo ``initialize_kv_cache``: no layer and no owner holds a page or a state any more."""

@@ -108,7 +108,7 @@ class HPUWorker(WorkerBase):
             _gib(budget),
             words,
             _gib(taken),
-            _gib(peak),
+            _gib(peak) if peak else "not measured",
             _gib(state_bytes),
             _gib(max(0, available)),
         )

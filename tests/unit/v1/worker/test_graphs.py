@@ -88,6 +88,16 @@ def test_without_warm_up_nothing_is_reported(runner, inputs, monkeypatch):
     assert runner.cold_shapes == {("decode", 16, 1, 8, 0)}
 
 
+def test_no_more_than_some_cold_shapes_are_remembered(runner, inputs, monkeypatch):
+    from vllm_gaudi.v1.worker import graphs
+
+    monkeypatch.setattr(graphs, "MOST_COLD_SHAPES", 3)
+    runner.seal()
+    for blocks in range(1, 9):
+        runner.run(inputs.dummy(DecodeBucket(1, blocks)))
+    assert runner.cold_shapes == {("decode", 16, 1, blocks, 0) for blocks in (1, 2, 3)}
+
+
 def test_logits_are_those_of_the_rows_asked_for(runner, inputs):
     hidden = runner.run(inputs.dummy(PrefillBucket(1, 16, 1)))
     rows = torch.from_numpy(np.array([3, 0, 3]))

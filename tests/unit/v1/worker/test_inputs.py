@@ -84,6 +84,7 @@ def make(
     max_blocks: int = NUM_BLOCKS * PER_BLOCK,
     caches: bool = False,
     is_host: bool = False,
+    tail: int | None = None,
     **overrides: list[int],
 ) -> InputBuilder:
     grid = BucketGrid(
@@ -100,7 +101,7 @@ def make(
     builder = InputBuilder(
         grid,
         PadRows(SPARE, ZERO, TRASH, STAGING),
-        RowTiles(prefill=64, decode=16),
+        RowTiles(prefill=64, decode=16) if tail is None else RowTiles(prefill=8, decode=2, tail=tail),
         attention_group=1,
         kernel_block=KERNEL,
         kernel_blocks_per_block=PER_BLOCK,
@@ -304,6 +305,38 @@ class TestOnAHostWithoutAnyGraph:
         assert forward.attn.state_rows is None
         (forward,) = check(make(), Row(0, 0, 3, (1,)))
         assert forward.attn.prefill.start_range is None
+        assert forward.attn.pieces is None
+
+
+class TestPiecesOfATail:
+    @pytest.mark.parametrize(
+        ("length", "pieces"),
+        [
+            (1, [(0, 2)]),
+            (4, [(0, 2), (2, 2)]),
+            (5, [(0, 8)]),
+            (8, [(0, 8)]),
+            (9, [(0, 8), (8, 2)]),
+            (12, [(0, 8), (8, 2), (10, 2)]),
+            (13, [(0, 8), (8, 8)]),
+        ],
+    )
+    def test_a_tile_at_most_half_full_is_cut(self, length, pieces):
+        (forward,) = make(is_host=True, tail=2).build(step_of(Row(2, 0, length, (3, 4))), {})
+        assert forward.attn.pieces == tuple(pieces)
+
+    def test_each_sequence_has_its_own_and_pads_have_none(self):
+        rows = [Row(slot, 0, length, (slot + 3,)) for slot, length in enumerate((3, 8, 1))]
+        (forward,) = make(tail=2, prefill_batch_buckets=[4]).build(step_of(*rows), {})
+        assert forward.bucket.batch == 4 and forward.bucket.query == 8
+        assert forward.attn.pieces == ((0, 2), (2, 2), (8, 8), (16, 2))
+
+    def test_what_a_step_computes_of_a_sequence_alone_counts(self):
+        (forward,) = make(is_host=True, tail=2).build(step_of(Row(2, 8, 3, (3, 4))), {})
+        assert forward.attn.pieces == ((0, 2), (2, 2))
+
+    def test_dummies_run_all_their_rows(self):
+        assert make(tail=2).dummy(PrefillBucket(1, 8, 2)).attn.pieces is None
 
 
 def test_an_empty_step_has_no_forward():
