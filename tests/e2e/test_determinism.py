@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from vllm_gaudi.bucketing import grid
+from vllm_gaudi.bucketing.grid import RowTiles
 from vllm_gaudi.testing.engine import Engine, Result, engine, greedy
 from vllm_gaudi.v1.core.sched import hpu_scheduler
 from vllm_gaudi.v1.worker import hpu_model_runner
-from vllm_gaudi.v1.worker.inputs import InputBuilder, RowTiles
+from vllm_gaudi.v1.worker.inputs import InputBuilder
 
 TOKENS = 16
 WHOLE = 512  # the reference's budget: every prompt in one chunk
@@ -243,7 +244,8 @@ def test_shapes_without_pads_change_no_bit(reference, monkeypatch):
         for run in (together, one_by_one):
             assert different(reference, run(opened, model.lengths)) == []
         shapes = opened.runner.graphs.cold_shapes
-        assert {rows for kind, rows, *_ in shapes if kind == "prefill"} > {64, 192}, "a length that no ladder has"
+        rows = {rows for kind, rows, *_ in shapes if kind == "prefill"}
+        assert rows - {64, 128, 256, 512}, "a length that no ladder has"
         assert {batch for kind, _, batch, *_ in shapes if kind == "decode"} >= {1, 3, 6}
 
 

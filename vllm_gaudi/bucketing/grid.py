@@ -32,6 +32,9 @@ MOST_DECODE_TOKENS = 1 << 19
 
 Bounds what a decode gathers, whatever the pool: with 2 heads of 256 in bfloat16 a GiB for keys and values."""
 
+MOST_OF_A_TAIL = 0.5
+"""Share of a row tile up to which small products are faster: two of 16 rows take 0.7 of the time of one of 64."""
+
 CONFIG_KEYS = (
     "prefill_batch_buckets",
     "prefill_query_buckets",
@@ -70,6 +73,30 @@ class DecodeBucket:
     @property
     def rows(self) -> int:
         return round_up(self.batch, MIN_ROWS)
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """Rows of every matrix product; 0 runs each product over all rows at once.
+
+    ``tail``: rows of the products that a prompt's last, unfilled tile is cut into where that takes fewer rows than half
+    of it; 0: none is cut. Only where every other chunk of a prompt fills its tiles, so that a row's product depends on
+    where its prompt ends and not on how the prompt was cut.
+    """
+
+    prefill: int
+    decode: int
+    tail: int = 0
+
+    def pieces(self, length: int) -> list[tuple[int, int]]:
+        """First row and rows of each product of a chunk of ``length`` tokens: whole tiles, and a tail where one is."""
+        full, rest = divmod(length, self.prefill)
+        if not self.tail or rest > MOST_OF_A_TAIL * self.prefill:
+            full, rest = -(-length // self.prefill), 0
+        first = full * self.prefill
+        return [(row, self.prefill) for row in range(0, first, self.prefill)] + [
+            (row, self.tail) for row in range(first, first + rest, self.tail or 1)
+        ]
 
 
 class BucketGrid:
@@ -140,12 +167,12 @@ class BucketGrid:
 
     @property
     def num_staging(self) -> int:
-        """State rows that the boundaries of one forward may need."""
+        """State rows that the boundaries of one forward may need: of the listed buckets, also on an exact grid."""
         return max(
             batch * self.boundaries_within(query)
             for batch in self.prefill_batches
             for query in self.prefill_queries
-            if self.fits_one_forward(batch, query)
+            if self._fits_as_listed(batch, query)
         )
 
     def decode(self, batch: int, blocks: int) -> DecodeBucket:
@@ -165,12 +192,16 @@ class BucketGrid:
 
         On an exact grid only those do that none of them is padded for.
         """
-        if batch > self.prefill_batches[-1]:
-            return False
-        if self.is_exact and batch > 1:
+        if self.is_exact and 1 < batch <= self.prefill_batches[-1]:
             query = round_up(query, self._query_multiple)
             is_even = shortest is None or round_up(shortest, self._query_multiple) == query
-            return is_even and batch * query <= self.max_prefill_rows
+            staging = batch * self.boundaries_within(query)
+            return is_even and batch * query <= self.max_prefill_rows and staging <= self.num_staging
+        return self._fits_as_listed(batch, query)
+
+    def _fits_as_listed(self, batch: int, query: int) -> bool:
+        if batch > self.prefill_batches[-1]:
+            return False
         padded = smallest_at_least(self.prefill_batches, batch) * smallest_at_least(self.prefill_queries, query)
         return batch == 1 or padded <= self.max_prefill_rows
 
@@ -182,7 +213,7 @@ class BucketGrid:
             least_query = shorter[-1] + 1 if shorter else 1
             least_blocks = smallest_at_least(self.prefill_blocks, -(-least_query // self.kernel_block))
             for batch in self.prefill_batches:
-                if not self.fits_one_forward(batch, query):
+                if not self._fits_as_listed(batch, query):
                     continue
                 found |= {
                     PrefillBucket(batch, query, blocks, boundaries)

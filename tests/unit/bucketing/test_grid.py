@@ -17,6 +17,7 @@ from vllm_gaudi.bucketing.grid import (
     BucketGrid,
     DecodeBucket,
     PrefillBucket,
+    RowTiles,
 )
 
 SMALL: dict[str, Any] = {
@@ -87,13 +88,14 @@ def test_every_decode_that_a_step_can_run_has_its_bucket_in_the_grid(given, data
 
 
 @given(limits(), st.data())
-def test_an_exact_grid_pads_to_the_query_multiple_and_stays_within_the_listed_buckets(given, data):
+def test_an_exact_grid_pads_to_row_tiles_and_stays_within_the_listed_buckets(given, data):
+    multiple = given["query_multiple"]
+    given["block_size"] = data.draw(st.sampled_from([0, 16, 48, 96, 640]))
     grid, listed = BucketGrid(**given, is_exact=True), BucketGrid(**given)
     query = data.draw(st.integers(1, min(given["max_query"], given["max_context"])))
     shortest = data.draw(st.integers(1, query))
     batch = data.draw(st.integers(1, given["max_batch"]))
     context = data.draw(st.integers(query, given["max_context"]))
-    multiple = given["query_multiple"]
     assert grid.fits_one_forward(1, query, query)
     if grid.fits_one_forward(batch, query, shortest):
         bucket, padded = grid.prefill(batch, query, context), listed.prefill(batch, query, context)
@@ -105,17 +107,52 @@ def test_an_exact_grid_pads_to_the_query_multiple_and_stays_within_the_listed_bu
     if blocks <= grid.decode_blocks[-1]:
         assert grid.decode(batch, blocks) == DecodeBucket(batch, blocks)
     assert grid.all_prefill() == listed.all_prefill() and grid.all_decode() == listed.all_decode()
+    assert grid.num_staging == listed.num_staging
 
 
 def test_an_exact_grid_pads_no_sequence_for_another():
     grid = BucketGrid(
-        query_multiple=64, max_query=512, max_batch=8, max_context=1000, kernel_block=128, max_blocks=90, is_exact=True
+        query_multiple=64,
+        max_query=512,
+        max_batch=8,
+        max_context=1000,
+        kernel_block=128,
+        max_blocks=90,
+        is_exact=True,
     )
     assert grid.fits_one_forward(3, 128, 65) and grid.prefill(3, 128, 128) == PrefillBucket(3, 128, 1)
     assert not grid.fits_one_forward(3, 128, 64)
     assert grid.fits_one_forward(3, 170, 129) is False, "three times 192 rows are too many"
     assert grid.prefill(1, 321, 900) == PrefillBucket(1, 384, 8)
     assert grid.decode(3, 9) == DecodeBucket(3, 9)
+
+
+def test_an_exact_grid_keeps_no_more_boundaries_in_a_forward_than_the_listed_buckets_do():
+    """Two prompts of 64 rows would need four staging rows where the ladder has three: its two are padded to four."""
+    limits = {"query_multiple": 64, "max_query": 112, "max_batch": 8, "max_context": 512, "kernel_block": 16}
+    grid = BucketGrid(**limits, max_blocks=90, block_size=48, is_exact=True)
+    assert grid.num_staging == BucketGrid(**limits, max_blocks=90, block_size=48).num_staging == 3
+    assert not grid.fits_one_forward(2, 50, 50)
+    assert BucketGrid(**limits, max_blocks=90, is_exact=True).fits_one_forward(2, 50, 50)
+
+
+@pytest.mark.parametrize(
+    ("length", "pieces"),
+    [
+        (0, []),
+        (1, [(0, 16)]),
+        (17, [(0, 16), (16, 16)]),
+        (32, [(0, 16), (16, 16)]),
+        (33, [(0, 64)]),
+        (64, [(0, 64)]),
+        (80, [(0, 64), (64, 16)]),
+        (160, [(0, 64), (64, 64), (128, 16), (144, 16)]),
+        (161, [(0, 64), (64, 64), (128, 64)]),
+    ],
+)
+def test_a_last_tile_at_most_half_full_is_cut(length, pieces):
+    assert RowTiles(64, 16, 16).pieces(length) == pieces
+    assert RowTiles(64, 16).pieces(length) == [(row, 64) for row in range(0, length, 64)]
 
 
 @given(limits())

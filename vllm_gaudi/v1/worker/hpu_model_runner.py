@@ -35,6 +35,7 @@ from vllm_gaudi.bucketing.grid import (
     BucketGrid,
     DecodeBucket,
     PrefillBucket,
+    RowTiles,
 )
 from vllm_gaudi.models.attention import install_attention
 from vllm_gaudi.models.linear import install_row_tiles
@@ -44,7 +45,7 @@ from vllm_gaudi.v1.worker.gdn_checkpoint.layout import make_layout
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import plan_checkpoints
 from vllm_gaudi.v1.worker.gdn_checkpoint.store import GDNCheckpointStore, StateZeroer
 from vllm_gaudi.v1.worker.graphs import GraphRunner
-from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PadRows, RowTiles
+from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PadRows
 from vllm_gaudi.v1.worker.kv_cache import CacheGeometry, KVCaches
 from vllm_gaudi.v1.worker.output import StepOutput
 from vllm_gaudi.v1.worker.requests import RequestTable, StepRequests

@@ -85,37 +85,39 @@ class HPUWorker(WorkerBase):
         specs = self.get_kv_cache_spec()
         taken = self._taken_memory()  # before the profile run's pool, which does not stay
         self._make_profile_pool(specs)
+        peak = self._profile()
         memory = self.memory = MemoryBudget(
             total=self._total_memory(),
             utilization=self.cache_config.gpu_memory_utilization,
             given=self.cache_config.kv_cache_memory_bytes,
             taken=taken,
-            peak=self._profile(),
+            peak=peak or 0,
             states=self.model_runner.caches.state_bytes,
             spare=self._spare_block_bytes(specs),
         )
         num_staging = self.model_runner.grid.num_staging
         # The engine's own states come next: with these still there, a device would have to hold both at once.
         self.model_runner.drop_kv_cache()
-        gc.collect()
+        if peak is not None:
+            gc.collect()
         if memory.given is not None:
             words = f"--kv-cache-memory-bytes {memory.given}"
         else:
             words = f"--gpu-memory-utilization {memory.utilization} of {_gib(memory.total)}"
-        budget, peak, state_bytes, available = memory.budget, memory.peak, memory.states, memory.available
+        budget, state_bytes, available = memory.budget, memory.states, memory.available
         logger.info(
             "Memory budget %s (%s): weights %s, profile peak %s, GDN states %s, leaves %s for blocks",
             _gib(budget),
             words,
             _gib(taken),
-            _gib(peak) if peak else "not measured",
+            "not measured" if peak is None else _gib(peak),
             _gib(state_bytes),
             _gib(max(0, available)),
         )
         if available <= 0:
             raise RuntimeError(
                 f"no memory is left for the block pool: {words} gives {_gib(budget)}, of which weights take "
-                f"{_gib(taken)}, the profile run {_gib(peak)} and the GDN states of "
+                f"{_gib(taken)}, the profile run {_gib(memory.peak)} and the GDN states of "
                 f"{self.scheduler_config.max_num_seqs} slots and {num_staging} staging rows "
                 f"{_gib(state_bytes)}; raise --gpu-memory-utilization or --kv-cache-memory-bytes, or lower "
                 "--max-num-seqs or --max-num-batched-tokens"
@@ -148,14 +150,14 @@ class HPUWorker(WorkerBase):
                 KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups), for_profile=True
             )
 
-    def _profile(self) -> int:
-        """Peak bytes of the largest forwards and of sampling; 0, unmeasured, on a host whose pool they do not change.
+    def _profile(self) -> int | None:
+        """Peak bytes of the largest forwards and of sampling; None, unmeasured, on a host whose pool stays the same.
 
         That is one of given bytes or blocks. On a device the run is also what finds the forwards to be too large.
         """
         given = (self.cache_config.kv_cache_memory_bytes, self.cache_config.num_gpu_blocks_override)
         if not device.is_hpu() and given != (None, None):
-            return 0
+            return None
         with set_current_vllm_config(self.vllm_config), device.PeakMemory() as peak:
             self.model_runner.profile_run()
             device.synchronize()

@@ -18,12 +18,9 @@ import numpy as np
 import torch
 
 from vllm_gaudi.attention.metadata import DecodeAttention, HPUAttentionMetadata, KeptBoundaries, PrefillAttention
-from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket
+from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket, RowTiles
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import Crossed, RowCopies
 from vllm_gaudi.v1.worker.requests import StepRequests
-
-MOST_OF_A_TAIL = 0.5
-"""Share of a row tile up to which small products are faster: two of 16 rows take 0.7 of the time of one of 64."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +44,6 @@ class PadRows:
     zero_row: int  # state row, read by pads
     trash_row: int  # state row, written by pads
     staging_row: int = 0  # the first of the state rows that take the states of boundaries on the way
-
-
-@dataclass(frozen=True)
-class RowTiles:
-    """Rows of every matrix product; 0 runs each product over all rows at once.
-
-    ``tail``: rows of the products that a prompt's last, unfilled tile is cut into where that takes fewer than all of
-    them; 0: none is cut. Only where every other chunk of a prompt fills its tiles, so that a row's product depends on
-    where its prompt ends and not on how the prompt was cut.
-    """
-
-    prefill: int
-    decode: int
-    tail: int = 0
 
 
 class InputBuilder:
@@ -237,18 +220,13 @@ class InputBuilder:
 
     def _pieces(self, bucket: PrefillBucket, lengths: np.ndarray) -> tuple[tuple[int, int], ...] | None:
         """First row and rows of each matrix product of a prefill, without rows that are pads; None: tile after tile."""
-        tile, tail = self._tiles.prefill, self._tiles.tail
-        if not tail:
+        if not self._tiles.tail:
             return None
-        pieces: list[tuple[int, int]] = []
-        for n, length in enumerate(lengths.tolist()):
-            first = n * bucket.query
-            full, rest = divmod(length, tile)
-            if rest > MOST_OF_A_TAIL * tile:
-                full, rest = full + 1, 0
-            pieces += [(first + i * tile, tile) for i in range(full)]
-            pieces += [(first + full * tile + i, tail) for i in range(0, rest, tail)]
-        return tuple(pieces)
+        return tuple(
+            (n * bucket.query + first, rows)
+            for n, length in enumerate(lengths.tolist())
+            for first, rows in self._tiles.pieces(length)
+        )
 
     def _kept_boundaries(
         self, bucket: PrefillBucket, starts: np.ndarray, crossed: Mapping[int, Crossed]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket
-from vllm_gaudi.v1.worker.inputs import InputBuilder, PadRows, RowTiles
+from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket, RowTiles
+from vllm_gaudi.v1.worker.inputs import InputBuilder, PadRows
 
 pytestmark = pytest.mark.xdist_group("vllm")  # with --dist loadgroup only one process imports it
 

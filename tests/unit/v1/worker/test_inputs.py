@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket
+from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket, RowTiles
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import Crossed
-from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PadRows, RowTiles
+from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PadRows
 from vllm_gaudi.v1.worker.requests import StepRequests
 
 KERNEL = 4  # tokens of a kernel block
@@ -101,7 +101,7 @@ def make(
     builder = InputBuilder(
         grid,
         PadRows(SPARE, ZERO, TRASH, STAGING),
-        RowTiles(prefill=64, decode=16) if tail is None else RowTiles(prefill=8, decode=2, tail=tail),
+        RowTiles(64, 16) if tail is None else RowTiles(8, 2, tail),
         attention_group=1,
         kernel_block=KERNEL,
         kernel_blocks_per_block=PER_BLOCK,

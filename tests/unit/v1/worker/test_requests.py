@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_gaudi.bucketing.grid import BucketGrid
-from vllm_gaudi.v1.worker.inputs import InputBuilder, PadRows, RowTiles
+from vllm_gaudi.bucketing.grid import BucketGrid, RowTiles
+from vllm_gaudi.v1.worker.inputs import InputBuilder, PadRows
 from vllm_gaudi.v1.worker.requests import RequestTable, StepRequests
 from vllm_gaudi.v1.worker.slots import SlotPool
 
