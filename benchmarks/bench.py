@@ -22,6 +22,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class Size:
 SIZES = {
     "tiny": Size("tiny", "q35_dense", "8 layers, hidden 64", 512, 1.0, 32, 128, tuple(workloads.WORKLOADS)),
     "small": Size(
-        "small", "q35_small", "about 50 M parameters, head dims 128", 512, 0.25, None, 640, ("repeat", "chat", "cold")
+        "small", "q35_small", "about 50 M parameters, head dims 128", 512, 0.17, None, 640, ("repeat", "chat", "cold")
     ),
 }
 
@@ -220,7 +221,8 @@ def columns(options: argparse.Namespace, size: Size) -> list[Column]:
     return found
 
 
-def run_size(size: Size, options: argparse.Namespace, progress: tqdm) -> dict[str, Any]:
+def run_size(size: Size, options: argparse.Namespace, progress: tqdm, each: Callable[[dict[str, Any]], None]) -> None:
+    """Play the workloads of ``size``; ``each`` is given what was found so far after every one of them."""
     from vllm_gaudi.testing import checkpoints
 
     names = [name for name in size.workloads if not options.workloads or name in options.workloads]
@@ -277,9 +279,9 @@ def run_size(size: Size, options: argparse.Namespace, progress: tqdm) -> dict[st
             }
             for label in plays
         }
+        each(found)
     for engine in engines.values():
         engine.close()
-    return found
 
 
 def spread(values: list[float | None]) -> list[float] | None:
@@ -362,6 +364,13 @@ def plot(results: dict[str, Any], directory: Path) -> list[Path]:
     return made
 
 
+def save(results: dict[str, Any], size: str, found: dict[str, Any], directory: Path) -> None:
+    """What was found of ``size`` so far joins ``results``, and all of it is written: a run that is cut keeps it."""
+    results["sizes"][size] = found
+    (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (directory / "results.md").write_text(markdown(results))
+
+
 def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -392,11 +401,8 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     with tqdm(total=sum(counts) * num_columns * options.repeats, unit="play", desc="Benchmark") as progress:
         for size in options.sizes:
-            results["sizes"][size] = run_size(SIZES[size], options, progress)
-    (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    table = markdown(results)
-    (options.out / "results.md").write_text(table)
-    print(table)
+            run_size(SIZES[size], options, progress, lambda found, size=size: save(results, size, found, options.out))
+    print(markdown(results))
     for path in plot(results, options.out):
         print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 

@@ -86,11 +86,12 @@ TABLE: dict[str, EnvVar] = {
         "Run every matrix product in tiles of one number of rows, so that a row's bits depend on the row alone. Unset "
         "is 1 on a CPU host, and 0 on Gaudi, where a product runs over all rows of its bucket at once.",
     ),
-    "VLLM_GAUDI_EXACT_SHAPES": EnvVar(
+    "VLLM_GAUDI_HOST_SHORTCUTS": EnvVar(
         True,
         _flag,
-        "On a CPU host, and where nothing is compiled: give a forward the shape that it needs, instead of the next one "
-        "on Gaudi's ladders. Changes no bit of a result; 0 pads as a Gaudi does.",
+        "On a CPU host, where nothing is compiled: forwards of the shape that is needed instead of the next one on "
+        "Gaudi's ladders, float32 weights packed for decode, GDN states updated in place, short products for the end of "
+        "a prompt. 0 runs as a Gaudi does; results may differ in the last bits.",
     ),
     "VLLM_USE_V2_MODEL_RUNNER": EnvVar(None, _flag, "vLLM's own switch; the V2 runner is refused."),
     "VLLM_TARGET_DEVICE": EnvVar(None, _text, "vLLM's build variable; 'cpu' at run time would hide this plugin."),

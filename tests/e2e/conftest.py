@@ -15,19 +15,19 @@ import pytest
 # Before vLLM is imported anywhere: pages and slots start as NaN, so that whatever a step forgets to zero surfaces.
 os.environ.setdefault("VLLM_GAUDI_POISON", "1")
 os.environ.setdefault("VLLM_SKIP_WARMUP", "1")
-# Padded as on a Gaudi, but for some modules that run as a host does; that no bit depends on it is test_determinism's.
-os.environ.setdefault("VLLM_GAUDI_EXACT_SHAPES", "0")
-WITHOUT_PADS = ("test_boundaries", "test_cases", "test_oracle", "test_sampling")
+# As on a Gaudi, but for some modules that run as a host does.
+os.environ.setdefault("VLLM_GAUDI_HOST_SHORTCUTS", "0")
+AS_ON_A_HOST = ("test_boundaries", "test_cases", "test_oracle", "test_prefix_cache", "test_sampling")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "checkpoints"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shapes(request: pytest.FixtureRequest) -> Iterator[None]:
+def host_shortcuts(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.stem in WITHOUT_PADS:
-            patch.setenv("VLLM_GAUDI_EXACT_SHAPES", "1")
+        if request.path.stem in AS_ON_A_HOST:
+            patch.setenv("VLLM_GAUDI_HOST_SHORTCUTS", "1")
         yield
 
 

@@ -196,10 +196,8 @@ def test_no_budget_of_at_least_a_chunk_changes_a_bit(reference, budget, schedule
     chunks, is_async = BUDGETS[budget]
     with reference.open(max_num_batched_tokens=int(chunks * model.chunk), async_scheduling=is_async) as opened:
         ends = watch_chunks(opened, schedule_of)
-        cut = watch_pieces(opened)
         assert different(reference, one_by_one(opened, model.lengths)) == []
         assert len(ends()) >= 1
-        assert bool(cut) == (model.name != "qwen3" and model.chunk == 64)
         assert model.name == "qwen3" or all(end % model.chunk == 0 for end in ends())
 
 
@@ -236,16 +234,19 @@ def test_neither_buckets_nor_limits_change_a_bit(reference, variant):
         assert different(reference, together(opened, model.lengths)) == []
 
 
-def test_shapes_without_pads_change_no_bit(reference, monkeypatch):
-    monkeypatch.setenv("VLLM_GAUDI_EXACT_SHAPES", "1")
+@pytest.mark.parametrize("chunks", [None, 1, 5])
+def test_a_host_s_shortcuts_change_no_bit_of_a_tiny_model_whatever_the_budget(reference, chunks, monkeypatch):
+    monkeypatch.setenv("VLLM_GAUDI_HOST_SHORTCUTS", "1")
     model = reference.model
-    with reference.open(max_num_batched_tokens=WHOLE) as opened:
+    with reference.open(max_num_batched_tokens=chunks * model.chunk if chunks else WHOLE) as opened:
         assert opened.runner.grid.is_exact
+        cut = watch_pieces(opened)
         for run in (together, one_by_one):
             assert different(reference, run(opened, model.lengths)) == []
+        assert bool(cut) == (model.name != "qwen3" and model.chunk == 64)
         shapes = opened.runner.graphs.cold_shapes
         rows = {rows for kind, rows, *_ in shapes if kind == "prefill"}
-        assert rows - {64, 128, 256, 512}, "a length that no ladder has"
+        assert chunks or rows - {64, 128, 256, 512}, "a length that no ladder has"
         assert {batch for kind, _, batch, *_ in shapes if kind == "decode"} >= {1, 3, 6}
 
 
@@ -304,6 +305,7 @@ def test_bits_differ_without_the_chunk_grid(fp32_reference, monkeypatch):
 
 def test_bits_differ_where_one_run_cuts_a_prompts_last_tile_and_another_does_not(checkpoint, monkeypatch):
     """In products long enough that a BLAS sums them up differently for 16 and 64 rows."""
+    monkeypatch.setenv("VLLM_GAUDI_HOST_SHORTCUTS", "1")
     made = Reference(Model("q35_small", "float32", 0, 64), checkpoint("q35_small"))
     flags = {"block_size": None, "max_num_batched_tokens": WHOLE, "num_gpu_blocks_override": 16}
     with made.open(**flags) as opened:

@@ -69,7 +69,7 @@ def experts_error(runner: Any) -> float:
     backend = device.compile_backend() or "aot_eager"
     compiled = torch.compile(layer, backend=backend, dynamic=False, fullgraph=True)
     given = x.to(runner.device)
-    metadata = SimpleNamespace(row_tile=0)
+    metadata = SimpleNamespace(row_tile=0, pieces=None)
     with set_forward_context(metadata, runner.vllm_config, num_tokens=len(x), slot_mapping={}):
         found = compiled(given, given)
         wanted += layer.shared_experts._layer(given).cpu().double()

@@ -108,7 +108,8 @@ class HPUModelRunner:
         loader = get_model_loader(load_config)
         self.model = loader.load_model(vllm_config=self.vllm_config, model_config=self.vllm_config.model_config)
         backend = None if self.vllm_config.model_config.enforce_eager else device.compile_backend()
-        self.is_eager_host = backend is None and not device.is_hpu() and device.has_row_tiles()
+        is_plain = backend is None and not device.is_hpu() and device.has_row_tiles()
+        self.is_eager_host = is_plain and envs.get("VLLM_GAUDI_HOST_SHORTCUTS")
         install_row_tiles(self.model, DECODE_ROW_TILE if self.is_eager_host else 0)
         install_attention(self.model)
         self.graphs = GraphRunner(self.model, self.vllm_config, backend)
@@ -144,7 +145,7 @@ class HPUModelRunner:
             max_blocks=sys.maxsize if for_profile else geometry.num_kernel_blocks,
             block_size=geometry.block_size if self.cached_groups else 0,
             overrides={key: additional[key] for key in CONFIG_KEYS if key in additional},
-            is_exact=self.is_eager_host and envs.get("VLLM_GAUDI_EXACT_SHAPES"),
+            is_exact=self.is_eager_host,
         )
         self.caches = KVCaches(
             geometry,

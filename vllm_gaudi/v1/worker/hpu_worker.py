@@ -153,10 +153,14 @@ class HPUWorker(WorkerBase):
     def _profile(self) -> int | None:
         """Peak bytes of the largest forwards and of sampling; None, unmeasured, on a host whose pool stays the same.
 
-        That is one of given bytes or blocks. On a device the run is also what finds the forwards to be too large.
+        That is one of given bytes or blocks; the model still runs once, since a bad checkpoint shall not wait for the
+        first request. On a device the run is also what finds the forwards to be too large.
         """
         given = (self.cache_config.kv_cache_memory_bytes, self.cache_config.num_gpu_blocks_override)
         if not device.is_hpu() and given != (None, None):
+            with set_current_vllm_config(self.vllm_config):
+                self.model_runner.run_pads(self.model_runner.grid.all_decode()[-1])
+            self.model_runner.graphs.warm_shapes.clear()
             return None
         with set_current_vllm_config(self.vllm_config), device.PeakMemory() as peak:
             self.model_runner.profile_run()
