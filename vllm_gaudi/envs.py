@@ -90,7 +90,7 @@ TABLE: dict[str, EnvVar] = {
         True,
         _flag,
         "On a CPU host, where nothing is compiled: forwards of the shape that is needed instead of the next one on "
-        "Gaudi's ladders, float32 weights packed for decode, GDN states updated in place, short products for the end of "
+        "Gaudi's ladders, float32 weights packed for decode, GDN states updated in place, short products at the end of "
         "a prompt. 0 runs as a Gaudi does; results may differ in the last bits.",
     ),
     "VLLM_USE_V2_MODEL_RUNNER": EnvVar(None, _flag, "vLLM's own switch; the V2 runner is refused."),
