@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm_gaudi.bucketing.strategy import doubling, explicit, round_up, smallest_at_least
@@ -79,8 +80,8 @@ class DecodeBucket:
 class RowTiles:
     """Rows of every matrix product; 0 runs each product over all rows at once.
 
-    ``tail``: rows of the products that a prompt's last, unfilled tile is cut into where that takes fewer rows than half
-    of it; 0: none is cut. Only where every other chunk of a prompt fills its tiles, so that a row's product depends on
+    ``tail``: rows of the products that a prompt's last tile is cut into where at most half of it is filled; 0: none is
+    cut. Only where every other chunk of a prompt fills its tiles, so that a row's product depends on
     where its prompt ends and not on how the prompt was cut.
     """
 
@@ -90,13 +91,11 @@ class RowTiles:
 
     def pieces(self, length: int) -> list[tuple[int, int]]:
         """First row and rows of each product of a chunk of ``length`` tokens: whole tiles, and a tail where one is."""
-        full, rest = divmod(length, self.prefill)
+        rest = length % self.prefill
         if not self.tail or rest > MOST_OF_A_TAIL * self.prefill:
-            full, rest = -(-length // self.prefill), 0
-        first = full * self.prefill
-        return [(row, self.prefill) for row in range(0, first, self.prefill)] + [
-            (row, self.tail) for row in range(first, first + rest, self.tail or 1)
-        ]
+            return [(row, self.prefill) for row in range(0, length, self.prefill)]
+        whole = [(row, self.prefill) for row in range(0, length - rest, self.prefill)]
+        return whole + [(row, self.tail) for row in range(length - rest, length, self.tail)]
 
 
 class BucketGrid:
@@ -165,7 +164,7 @@ class BucketGrid:
         """Most block boundaries that a chunk of ``query`` tokens runs over, wherever it starts."""
         return min(-(-query // self.block_size), self._max_boundaries) if self.block_size else 0
 
-    @property
+    @cached_property
     def num_staging(self) -> int:
         """State rows that the boundaries of one forward may need: of the listed buckets, also on an exact grid."""
         return max(

@@ -29,7 +29,6 @@ THEIRS = {
     "vllm_gaudi/ops/causal_conv1d_pytorch.py",
     "vllm_gaudi/models/qwen3_5.py",
 }
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 OF_PIP = {"--no-deps", "--no-build-isolation", "--no-binary"}
 OF_MKDOCS = {"--strict"}
 OF_DOCKER = {"--build-arg", "--no-healthcheck", "--runtime"}
@@ -136,7 +135,9 @@ def test_every_flag_is_vllms_or_a_command_s_own():
     assert len(named) > 50
     named -= OF_PIP | OF_MKDOCS | OF_DOCKER
     named -= {flag for one in cli.parsers().values() for flag in one._option_string_actions}
-    named -= {flag for path in BENCHMARKS.glob("*.py") for flag in re.findall(r'"(--[a-z-]+)"', path.read_text())}
+    named -= {
+        flag for path in (ROOT / "benchmarks").glob("*.py") for flag in re.findall(r'"(--[a-z-]+)"', path.read_text())
+    }
     names = {flag: flag.removeprefix("--").replace("-", "_") for flag in named}
     missing = {
         flag

@@ -177,9 +177,8 @@ class HPUModelRunner:
         if not device.has_row_tiles():
             return RowTiles(0, 0)
         chunks_fill_tiles = bool(geometry.gdn_groups) and geometry.gdn_chunk == PREFILL_ROW_TILE
-        return RowTiles(
-            PREFILL_ROW_TILE, DECODE_ROW_TILE, DECODE_ROW_TILE if self.is_eager_host and chunks_fill_tiles else 0
-        )
+        tail = DECODE_ROW_TILE if self.is_eager_host and chunks_fill_tiles else 0
+        return RowTiles(PREFILL_ROW_TILE, DECODE_ROW_TILE, tail)
 
     def drop_kv_cache(self) -> None:
         """Undo ``initialize_kv_cache``: no layer and no owner holds a page or a state any more."""
@@ -263,8 +262,6 @@ class HPUModelRunner:
     @torch.inference_mode()
     def finish_warm_up(self) -> None:
         self.caches.zero_reserved()
-        if self.grid.is_exact:
-            self.graphs.warm_shapes.clear()  # the profile's; there is no ladder that a shape could be missing from
         self.graphs.seal()
 
     # The step

@@ -157,16 +157,17 @@ class HPUWorker(WorkerBase):
         first request. On a device the run is also what finds the forwards to be too large.
         """
         given = (self.cache_config.kv_cache_memory_bytes, self.cache_config.num_gpu_blocks_override)
-        if not device.is_hpu() and given != (None, None):
-            with set_current_vllm_config(self.vllm_config):
+        found = None
+        with set_current_vllm_config(self.vllm_config):
+            if device.is_hpu() or given == (None, None):
+                with device.PeakMemory() as peak:
+                    self.model_runner.profile_run()
+                    device.synchronize()
+                found = peak.bytes
+            else:
                 self.model_runner.run_pads(self.model_runner.grid.all_decode()[-1])
-            self.model_runner.graphs.warm_shapes.clear()
-            return None
-        with set_current_vllm_config(self.vllm_config), device.PeakMemory() as peak:
-            self.model_runner.profile_run()
-            device.synchronize()
-        self.model_runner.graphs.warm_shapes.clear()
-        return peak.bytes
+        self.model_runner.graphs.warm_shapes.clear()  # of a pool that does not stay
+        return found
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.model_runner.initialize_kv_cache(kv_cache_config)
