@@ -454,9 +454,9 @@ def compat_rows() -> str:
 
 def ops() -> str:
     rows = []
-    for name, (reference, hpu) in registry.TABLE.items():
-        rows.append((code(name), code(reference), code(hpu) if hpu else "the reference"))
-    return table(("op", "reference", "on Gaudi"), rows)
+    for name, (cpu, hpu) in registry.TABLE.items():
+        rows.append((code(name), code(cpu), code(hpu) if hpu else "the same"))
+    return table(("op", "on a CPU host", "on Gaudi"), rows)
 
 
 # Rooms, from the docstrings
@@ -470,7 +470,7 @@ def sources() -> list[Path]:
 def paragraph(docstring: str, *starts: str) -> str:
     """The sentences of a docstring that follow one of ``starts``, up to the next such start or empty line."""
     keys = "|".join(re.escape(start) for start in starts)
-    following = r"\s(?:Owns|Never|Order|Ordering rule)[:,]|\n\n|\Z"
+    following = r"\s(?:Owns|Never|Ordering rule)[:,]|\n\n|\Z"
     match = re.search(rf"(?:^|\s)(?:{keys}): *(.*?)(?={following})", docstring, re.S)
     return tidy(match[1]) if match else ""
 
@@ -498,8 +498,8 @@ def owners() -> str:
 def ordering_rules() -> str:
     rows = []
     for path in sources():
-        rule = paragraph(docstring_of(path), "Ordering rule", "Order", "Ordering rule of a pass")
-        if rule and "reference first" not in rule.lower():
+        rule = paragraph(docstring_of(path), "Ordering rule", "Ordering rule of a pass")
+        if rule:
             rows.append((code(path.relative_to(PACKAGE)), rule))
     return table(("file", "rule"), rows)
 

@@ -219,13 +219,13 @@ def test_with_the_bridge_importable_the_device_is_hpu():
         "['import', 'synchronize', 'manual_seed_all']",
         f"True [{flag % True}]",
         f"[{flag % False}]",
-        "vllm_gaudi.ops.paged_attention_hpu",
+        "vllm_gaudi.ops.paged_attention.hpu",
     ]
 
 
 def test_the_user_may_ask_for_the_host_beside_the_bridge():
     lines = with_stub.run("-c", REPORT, VLLM_USE_FAKE_HPU="1").splitlines()
-    assert lines == ["cpu gloo True", "True", "vllm_gaudi.ops.paged_attention"]
+    assert lines == ["cpu gloo True", "True", "vllm_gaudi.ops.paged_attention.cpu"]
 
 
 def test_importing_the_package_imports_neither_torch_nor_vllm_nor_the_bridge():

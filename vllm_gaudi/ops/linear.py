@@ -6,9 +6,9 @@ row differently. And how a host lays a weight out for such products: `columns_fi
 those of few rows, where a BLAS spends a third of its time on rearranging the weight.
 Never: computes anything else; row_tile is a deployment constant, chosen by the caller, the same for a model's whole
 life, and so is whether a weight is packed.
-Order: tiles from the first row on; the last tile is filled with zero rows that are dropped afterwards. Zeros, not
-scratch: measured with bf16 on AMX and a K that is no multiple of 8, a NaN row leaks into the row before it. Where the
-host knows which rows are real it may name the products itself, as `Pieces`.
+Ordering rule: tiles from the first row on; the last tile is filled with zero rows that are dropped afterwards. Zeros,
+not scratch: measured with bf16 on AMX and a K that is no multiple of 8, a NaN row leaks into the row before it. Where
+the host knows which rows are real it may name the products itself, as `Pieces`.
 """
 
 from collections.abc import Iterable

@@ -6,7 +6,7 @@ Never: calls `torch.sigmoid`, `F.silu` or `F.softplus`. On CPU those run a vecto
 kernel over what is left at the end of each thread's range, and the two round differently (measured: the same value
 changed bits in 30 to 70 % of the shifted slices tried). `exp`, `log1p`, `+`, `*`, `/` and
 `addcmul` (one rounding) do not have that property, so everything here is made of them.
-Order: all of it in float32; the caller casts the result back.
+Ordering rule: all of it in float32; the caller casts the result back.
 """
 
 import torch

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of ops: each name's plain-torch reference and, where one exists, its HPU variant of the same signature.
+"""The table of ops: each name's CPU variant and, where one exists, its HPU variant with the same signature.
 
 Owns: the choice between them, made once per process from `vllm_gaudi.device.is_hpu()`.
 Never: imports an HPU file on another host; falls back from one variant to the other at call time.
-Order: `load_ops()` before the first layer is built; what it returns is frozen.
+Ordering rule: `get_ops()` before the first layer is built; what it returns is frozen.
 """
 
 import functools
@@ -12,56 +12,70 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-Variant = Literal["reference", "hpu"]
+from vllm_gaudi.ops.causal_conv1d import CausalConv1dPrefill, CausalConv1dUpdate
+from vllm_gaudi.ops.gated_delta_rule import ChunkGatedDeltaRule, RecurrentGatedDeltaRule
+from vllm_gaudi.ops.moe import Experts, PrepareExperts
+from vllm_gaudi.ops.norm import RMSNorm
+from vllm_gaudi.ops.paged_attention import InsertKV, PagedDecodeAttention, PagedPrefillAttention
+from vllm_gaudi.ops.rotary import RotaryEmbedding
 
-# name -> (reference, HPU variant or None: the reference is what runs there too)
+Variant = Literal["cpu", "hpu"]
+
+_OPS = "vllm_gaudi.ops."
+
+# name -> (module of the CPU variant, module of the HPU variant or None: the same function runs on both)
 TABLE: dict[str, tuple[str, str | None]] = {
-    "row_tiled_linear": ("vllm_gaudi.ops.linear", None),
-    "gdn_gating": ("vllm_gaudi.ops.gated_delta_rule.reference", None),
-    "chunk_gated_delta_rule": ("vllm_gaudi.ops.gated_delta_rule.reference", "vllm_gaudi.ops.gated_delta_rule.hpu"),
-    "recurrent_gated_delta_rule": ("vllm_gaudi.ops.gated_delta_rule.reference", "vllm_gaudi.ops.gated_delta_rule.hpu"),
-    "recurrent_gated_delta_rule_": ("vllm_gaudi.ops.gated_delta_rule.reference", None),
-    "causal_conv1d_prefill": ("vllm_gaudi.ops.causal_conv1d.reference", "vllm_gaudi.ops.causal_conv1d.hpu"),
-    "causal_conv1d_update": ("vllm_gaudi.ops.causal_conv1d.reference", "vllm_gaudi.ops.causal_conv1d.hpu"),
-    "rms_norm": ("vllm_gaudi.ops.norm", "vllm_gaudi.ops.norm_hpu"),
-    "rotary_embedding": ("vllm_gaudi.ops.rotary", "vllm_gaudi.ops.rotary_hpu"),
-    "insert_kv": ("vllm_gaudi.ops.paged_attention", "vllm_gaudi.ops.paged_attention_hpu"),
-    "paged_prefill_attention": ("vllm_gaudi.ops.paged_attention", "vllm_gaudi.ops.paged_attention_hpu"),
-    "paged_decode_attention": ("vllm_gaudi.ops.paged_attention", "vllm_gaudi.ops.paged_attention_hpu"),
-    "route": ("vllm_gaudi.ops.moe", None),
-    "prepare_experts": ("vllm_gaudi.ops.moe", "vllm_gaudi.ops.moe_hpu"),
-    "experts": ("vllm_gaudi.ops.moe", "vllm_gaudi.ops.moe_hpu"),
+    "row_tiled_linear": (_OPS + "linear", None),
+    "gdn_gating": (_OPS + "gated_delta_rule.gating", None),
+    "chunk_gated_delta_rule": (_OPS + "gated_delta_rule.cpu", _OPS + "gated_delta_rule.hpu"),
+    "recurrent_gated_delta_rule": (_OPS + "gated_delta_rule.cpu", _OPS + "gated_delta_rule.hpu"),
+    "recurrent_gated_delta_rule_": (_OPS + "gated_delta_rule.cpu", None),
+    "causal_conv1d_prefill": (_OPS + "causal_conv1d.cpu", _OPS + "causal_conv1d.hpu"),
+    "causal_conv1d_update": (_OPS + "causal_conv1d.cpu", _OPS + "causal_conv1d.hpu"),
+    "rms_norm": (_OPS + "norm.cpu", _OPS + "norm.hpu"),
+    "rotary_embedding": (_OPS + "rotary.cpu", _OPS + "rotary.hpu"),
+    "insert_kv": (_OPS + "paged_attention.cpu", _OPS + "paged_attention.hpu"),
+    "paged_prefill_attention": (_OPS + "paged_attention.cpu", _OPS + "paged_attention.hpu"),
+    "paged_decode_attention": (_OPS + "paged_attention.cpu", _OPS + "paged_attention.hpu"),
+    "route": (_OPS + "moe.routing", None),
+    "prepare_experts": (_OPS + "moe.cpu", _OPS + "moe.hpu"),
+    "experts": (_OPS + "moe.cpu", _OPS + "moe.hpu"),
 }
 
 
 @dataclass(frozen=True)
 class Ops:
-    """One callable per row of TABLE; the contracts are the docstrings of the references."""
+    """One callable per row of TABLE. Where there are two variants, the field's type is the contract of both."""
 
     row_tiled_linear: Callable[..., Any]
     gdn_gating: Callable[..., Any]
-    chunk_gated_delta_rule: Callable[..., Any]
-    recurrent_gated_delta_rule: Callable[..., Any]
+    chunk_gated_delta_rule: ChunkGatedDeltaRule
+    recurrent_gated_delta_rule: RecurrentGatedDeltaRule
     recurrent_gated_delta_rule_: Callable[..., Any]
-    causal_conv1d_prefill: Callable[..., Any]
-    causal_conv1d_update: Callable[..., Any]
-    rms_norm: Callable[..., Any]
-    rotary_embedding: Callable[..., Any]
-    insert_kv: Callable[..., Any]
-    paged_prefill_attention: Callable[..., Any]
-    paged_decode_attention: Callable[..., Any]
+    causal_conv1d_prefill: CausalConv1dPrefill
+    causal_conv1d_update: CausalConv1dUpdate
+    rms_norm: RMSNorm
+    rotary_embedding: RotaryEmbedding
+    insert_kv: InsertKV
+    paged_prefill_attention: PagedPrefillAttention
+    paged_decode_attention: PagedDecodeAttention
     route: Callable[..., Any]
-    prepare_experts: Callable[..., Any]
-    experts: Callable[..., Any]
+    prepare_experts: PrepareExperts
+    experts: Experts
+
+
+@functools.cache
+def variant() -> Variant:
+    """The variant that this process runs."""
+    from vllm_gaudi.device import is_hpu
+
+    return "hpu" if is_hpu() else "cpu"
 
 
 @functools.cache
 def load_ops() -> Ops:
     """The ops of this process's device, chosen on the first call."""
-    from vllm_gaudi.device import is_hpu
-
-    variant: Variant = "hpu" if is_hpu() else "reference"
-    return Ops(**{field.name: resolve(field.name, variant) for field in fields(Ops)})
+    return Ops(**{field.name: resolve(field.name, variant()) for field in fields(Ops)})
 
 
 class UsesOps:
@@ -73,14 +87,14 @@ class UsesOps:
 
 
 def resolve(name: str, variant: Variant) -> Callable[..., Any]:
-    """One variant of one op, asked for explicitly. An op without an HPU variant answers with its reference.
+    """One variant of one op, chosen by the caller. An op without an HPU variant answers with what runs on both.
 
     Raises ValueError for a name or a variant that does not exist.
     """
     if name not in TABLE:
         raise ValueError(f"no op named {name!r}; ops are {', '.join(TABLE)}")
-    if variant not in ("reference", "hpu"):
-        raise ValueError(f"no variant named {variant!r}; variants are 'reference' and 'hpu'")
-    reference, hpu = TABLE[name]
-    module = hpu if variant == "hpu" and hpu is not None else reference
+    if variant not in ("cpu", "hpu"):
+        raise ValueError(f"no variant named {variant!r}; variants are 'cpu' and 'hpu'")
+    cpu, hpu = TABLE[name]
+    module = hpu if variant == "hpu" and hpu is not None else cpu
     return getattr(importlib.import_module(module), name)

@@ -61,9 +61,9 @@ def experts_error(runner: Any) -> float:
     most = F.linear(x.double(), gate.double()).topk(routed.top_k + 1).values
     x = x[most[:, -2] - most[:, -1] > 0.1][:64]
     assert len(x) == 64
-    weights, ids = resolve("route", "reference")(F.linear(x, gate), routed.top_k, routed.renormalize)
-    prepared = resolve("prepare_experts", "reference")(routed.w13_weight.cpu(), routed.w2_weight.cpu())
-    wanted = resolve("experts", "reference")(x, prepared, weights, ids, row_tile=0).double()
+    weights, ids = resolve("route", "cpu")(F.linear(x, gate), routed.top_k, routed.renormalize)
+    prepared = resolve("prepare_experts", "cpu")(routed.w13_weight.cpu(), routed.w2_weight.cpu())
+    wanted = resolve("experts", "cpu")(x, prepared, weights, ids, row_tile=0).double()
 
     torch._dynamo.reset()
     backend = device.compile_backend() or "aot_eager"

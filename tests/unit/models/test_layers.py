@@ -208,7 +208,7 @@ class TestExperts:
         with pytest.raises(NotImplementedError, match="expert biases"):
             method.process_weights_after_loading(self.layer())
 
-    @pytest.mark.parametrize("variant", ["reference", "hpu"])
+    @pytest.mark.parametrize("variant", ["cpu", "hpu"])
     def test_prepared_weights_are_the_layers_own_and_no_state_of_the_model(self, method, variant):
         """Views: no memory is taken and a write is seen; weights that are put in their place are prepared anew."""
         method._ops = SimpleNamespace(prepare_experts=resolve("prepare_experts", variant))

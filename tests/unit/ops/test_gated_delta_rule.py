@@ -4,8 +4,10 @@
 import pytest
 import torch
 
-from tests.unit.ops.oracles import NAN, VARIANTS, delta_rule, delta_rule_inputs, error, lengths_of
-from vllm_gaudi.ops.gated_delta_rule import hpu, reference
+from tests.unit.ops.oracles import NAN, VARIANTS, delta_rule_inputs, error, lengths_of
+from vllm_gaudi.ops.gated_delta_rule import cpu, hpu
+from vllm_gaudi.ops.gated_delta_rule.gating import gdn_gating
+from vllm_gaudi.ops.gated_delta_rule.reference import gated_delta_rule
 from vllm_gaudi.ops.registry import resolve
 
 # Error allowed, as a multiple of the float32 token recurrence's own error against float64, plus one float32 ulp or so.
@@ -26,7 +28,7 @@ def every_chunk(batch, chunk):
 
 
 def bound(args, expected, pick):
-    return RATIO * error(pick(delta_rule(*args, dtype=torch.float32)), expected) + FLOOR
+    return RATIO * error(pick(gated_delta_rule(*args, dtype=torch.float32)), expected) + FLOOR
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -38,8 +40,8 @@ def test_every_length_up_to_three_chunks_and_five_follows_the_recurrence(
     args = delta_rule_inputs(tokens, tokens, k_heads, v_heads, k_dim, v_dim)  # sequence n has n + 1 tokens
     lengths = torch.arange(1, tokens + 1, dtype=torch.int32)
     out, state = resolve("chunk_gated_delta_rule", variant)(*args, lengths, chunk_size=chunk)
-    want_out, want_states = delta_rule(*args)
-    got_out, got_states = delta_rule(*args, dtype=torch.float32)
+    want_out, want_states = gated_delta_rule(*args)
+    got_out, got_states = gated_delta_rule(*args, dtype=torch.float32)
     for n in range(tokens):
         used = slice(0, n + 1)
         assert error(out[n, used], want_out[n, used]) <= RATIO * error(got_out[n, used], want_out[n, used]) + FLOOR
@@ -52,7 +54,7 @@ def test_every_length_up_to_three_chunks_and_five_follows_the_recurrence(
 def test_chunk_sizes_agree_with_the_recurrence(variant, chunk):
     args = delta_rule_inputs(1, 150, 2, 4, 32, 32)
     out, state = resolve("chunk_gated_delta_rule", variant)(*args, lengths_of(150), chunk_size=chunk)
-    want_out, want_states = delta_rule(*args)
+    want_out, want_states = gated_delta_rule(*args)
     assert error(out, want_out) <= bound(args, want_out, lambda r: r[0])
     assert error(state, want_states[:, -1]) <= bound(args, want_states[:, -1], lambda r: r[1][:, -1])
 
@@ -71,12 +73,12 @@ def hard_keys(cosine: float, tokens: int):
 def test_repeated_tokens_stay_accurate(variant, cosine, chunk):
     args = hard_keys(cosine, 260)
     out, state = resolve("chunk_gated_delta_rule", variant)(*args, lengths_of(260), chunk_size=chunk)
-    want_out, want_states = delta_rule(*args)
+    want_out, want_states = gated_delta_rule(*args)
     assert error(out, want_out) <= bound(args, want_out, lambda r: r[0])
     assert error(state, want_states[:, -1]) <= bound(args, want_states[:, -1], lambda r: r[1][:, -1])
 
 
-@pytest.mark.parametrize("module", [reference, hpu], ids=VARIANTS)
+@pytest.mark.parametrize("module", [cpu, hpu], ids=VARIANTS)
 @pytest.mark.parametrize("size", [1, 5, 8, 12, 16, 32, 48, 64, 80, 128])
 @pytest.mark.parametrize("kind", ["random", "identical"])
 def test_triangular_inverse(module, size, kind):
@@ -91,7 +93,7 @@ def test_strong_decay_forgets_without_overflow(variant):
     q, k, v, g, beta, state = delta_rule_inputs(1, 100, 1, 2, 16, 16)
     args = q, k, v, g * 400, beta, state
     out, final = resolve("chunk_gated_delta_rule", variant)(*args, lengths_of(100))
-    want_out, want_states = delta_rule(*args)
+    want_out, want_states = gated_delta_rule(*args)
     assert error(out, want_out) < 1e-6
     assert error(final, want_states[:, -1]) < 1e-6
 
@@ -102,7 +104,7 @@ def test_one_token_form_follows_the_recurrence(variant, k_heads, v_heads):
     q, k, v, g, beta, state = args = delta_rule_inputs(5, 1, k_heads, v_heads, 32, 48)
     step = resolve("recurrent_gated_delta_rule", variant)
     out, new = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
-    want_out, want_states = delta_rule(*args)
+    want_out, want_states = gated_delta_rule(*args)
     assert error(out, want_out[:, 0]) <= bound(args, want_out, lambda r: r[0])
     assert error(new, want_states[:, 0]) <= bound(args, want_states, lambda r: r[1])
 
@@ -120,7 +122,7 @@ def test_dtypes_and_untouched_inputs(variant, dtype, state_dtype):
     assert (one_out.dtype, one_state.dtype) == (dtype, state_dtype)
     assert all(torch.equal(x, y) for x, y in zip(args, before, strict=True))
     assert state.untyped_storage().data_ptr() != args[5].untyped_storage().data_ptr()
-    want_out, want_states = delta_rule(*args[:6])
+    want_out, want_states = gated_delta_rule(*args[:6])
     tolerance = 2e-2 if torch.bfloat16 in (dtype, state_dtype) else 1e-6
     assert error(state[0], want_states[0, 19]) < tolerance
     assert error(state[1], want_states[1, 6]) < tolerance
@@ -140,7 +142,7 @@ def test_uneven_heads_are_refused():
 def test_gates_against_their_formula():
     a, b = torch.randn(3, 5, 4) * 30, torch.randn(3, 5, 4) * 30
     A_log, dt_bias = torch.randn(4), torch.randn(4)
-    g, beta = reference.gdn_gating(A_log, a.bfloat16(), b.bfloat16(), dt_bias)
+    g, beta = gdn_gating(A_log, a.bfloat16(), b.bfloat16(), dt_bias)
     x = a.bfloat16().double() + dt_bias.double()
     assert (g.dtype, beta.dtype) == (torch.float32, torch.float32)
     assert bool((g <= 0).all())
@@ -148,7 +150,7 @@ def test_gates_against_their_formula():
     torch.testing.assert_close(beta.double(), b.bfloat16().double().sigmoid(), rtol=1e-6, atol=1e-30)
 
 
-# The bitwise promises are the reference's. ----------------------------------------------------------------------------
+# The bitwise promises are the CPU variant's. --------------------------------------------------------------------------
 
 #         tokens C   Hk Hv Dk  Dv  activations     state
 BITWISE = [
@@ -166,7 +168,7 @@ bitwise_shapes = pytest.mark.parametrize(
 
 
 def whole(args, chunk, **kwargs):
-    return reference.chunk_gated_delta_rule(
+    return cpu.chunk_gated_delta_rule(
         *args, torch.full((args[0].shape[0],), args[0].shape[1], dtype=torch.int32), chunk_size=chunk, **kwargs
     )
 
@@ -206,7 +208,7 @@ def test_padding_changes_no_bit_even_if_it_is_nan(
             bucket = [torch.full((1, padded, *x.shape[2:]), filler, dtype=x.dtype) for x in args[:5]]
             for full, real in zip(bucket, args[:5], strict=True):
                 full[:, :tokens] = real
-            out, state, chunk_states = reference.chunk_gated_delta_rule(
+            out, state, chunk_states = cpu.chunk_gated_delta_rule(
                 *bucket, args[5], lengths_of(tokens), chunk_size=chunk, **every_chunk(1, chunk)
             )
             assert torch.equal(out[:, :tokens], want_out)
@@ -224,7 +226,7 @@ def test_a_ragged_batch_changes_no_bit(threads, tokens, chunk, k_heads, v_heads,
     for n, length in enumerate(lengths):
         for x in poisoned[:5]:
             x[n, length:] = NAN
-    out, state = reference.chunk_gated_delta_rule(*poisoned, lengths, chunk_size=chunk)
+    out, state = cpu.chunk_gated_delta_rule(*poisoned, lengths, chunk_size=chunk)
     for n, length in enumerate(lengths):
         alone = [x[n : n + 1] for x in args]
         want_out, want_state = whole(cut(alone, 0, int(length), alone[5]), chunk)
@@ -255,9 +257,9 @@ def test_no_tokens_at_all_copy_the_state():
 def test_one_token_form_is_independent_of_its_batch(threads):
     q, k, v, g, beta, state = delta_rule_inputs(37, 1, 2, 4, 64, 64)
     rows = [x[:, 0] for x in (q, k, v, g, beta)] + [state]
-    out, new = reference.recurrent_gated_delta_rule(*rows)
+    out, new = cpu.recurrent_gated_delta_rule(*rows)
     for start, stop in ((0, 1), (3, 5), (7, 23), (36, 37)):
-        some_out, some_new = reference.recurrent_gated_delta_rule(*(x[start:stop].clone() for x in rows))
+        some_out, some_new = cpu.recurrent_gated_delta_rule(*(x[start:stop].clone() for x in rows))
         assert torch.equal(some_out, out[start:stop])
         assert torch.equal(some_new, new[start:stop])
 
@@ -268,8 +270,8 @@ def test_states_updated_where_they_lie_are_those_of_the_one_token_form(threads, 
     pool = torch.randn(9, 4, 64, 64).to(state_dtype)
     before, rows = pool.clone(), [7, 0, 3, 8]
     args = (q, k, v, g, beta)
-    out = reference.recurrent_gated_delta_rule_(*args, [pool[row] for row in rows])
-    want_out, want = reference.recurrent_gated_delta_rule(*(x[:4] for x in args), before[rows])
+    out = cpu.recurrent_gated_delta_rule_(*args, [pool[row] for row in rows])
+    want_out, want = cpu.recurrent_gated_delta_rule(*(x[:4] for x in args), before[rows])
     assert torch.equal(out[:4], want_out) and torch.equal(pool[rows], want)
     assert not out[4:].any(), "pads"
     untouched = [row for row in range(9) if row not in rows]
@@ -278,9 +280,9 @@ def test_states_updated_where_they_lie_are_those_of_the_one_token_form(threads, 
 
 def test_gates_are_independent_of_their_batch(threads):
     a, b, A_log, dt_bias = torch.randn(3001, 5), torch.randn(3001, 5), torch.randn(5), torch.randn(5)
-    g, beta = reference.gdn_gating(A_log, a, b, dt_bias)
+    g, beta = gdn_gating(A_log, a, b, dt_bias)
     for start, stop in ((0, 1), (1, 4), (5, 900), (2999, 3001)):
-        some_g, some_beta = reference.gdn_gating(A_log, a[start:stop].clone(), b[start:stop].clone(), dt_bias)
+        some_g, some_beta = gdn_gating(A_log, a[start:stop].clone(), b[start:stop].clone(), dt_bias)
         assert torch.equal(some_g, g[start:stop])
         assert torch.equal(some_beta, beta[start:stop])
 
@@ -288,7 +290,7 @@ def test_gates_are_independent_of_their_batch(threads):
 def test_no_unwritten_scratch_is_read(poisoned_empty):
     args = delta_rule_inputs(2, 75, 1, 2, 16, 16)
     for every in (16, 32, 48, 64, 160):
-        results = reference.chunk_gated_delta_rule(
+        results = cpu.chunk_gated_delta_rule(
             *args, lengths_of(75, 20), chunk_size=16, boundary_first=lengths_of(16, every), boundary_every=every
         )
         assert all(bool(x.isfinite().all()) for x in results)
@@ -329,8 +331,8 @@ def test_a_boundary_state_is_the_final_state_of_a_run_that_ends_there(
     state_dtype, tokens, chunk, every, lengths, first
 ):
     args = delta_rule_inputs(len(lengths), tokens, 1, 2, 16, 16, torch.float32, state_dtype)
-    plain = reference.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk)
-    *same, kept = reference.chunk_gated_delta_rule(
+    plain = cpu.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk)
+    *same, kept = cpu.chunk_gated_delta_rule(
         *args, lengths_of(*lengths), chunk_size=chunk, boundary_first=lengths_of(*first), boundary_every=every
     )
     assert all(torch.equal(x, y) for x, y in zip(plain, same, strict=True))
@@ -354,7 +356,7 @@ def test_boundary_states_for_gaudi_agree_with_its_own_split_runs(state_dtype, to
     asked = {"boundary_first": lengths_of(*first), "boundary_every": every}
     plain = hpu.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk)
     *same, kept = hpu.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk, **asked)
-    want = reference.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk, **asked)[2]
+    want = cpu.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk, **asked)[2]
     assert all(torch.equal(x, y) for x, y in zip(plain, same, strict=True))
     assert (kept.shape, kept.dtype) == (want.shape, want.dtype)
     assert bool(kept.isfinite().all())
@@ -376,7 +378,7 @@ def test_padding_changes_no_bit_of_a_boundary_state(threads):
         x[0, 650:], x[1, 130:] = NAN, NAN
     asked = {"boundary_first": lengths_of(64, 128), "boundary_every": 128}
     clean = whole(args, 64, **asked)[2]
-    kept = reference.chunk_gated_delta_rule(*poisoned, lengths_of(650, 130), **asked)[2]
+    kept = cpu.chunk_gated_delta_rule(*poisoned, lengths_of(650, 130), **asked)[2]
     assert torch.equal(kept[0, :5], clean[0, :5])  # boundaries 64, 192, .. 576
     assert torch.equal(kept[1, :1], clean[1, :1])
     assert bool(kept.isfinite().all())

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -17,18 +18,26 @@ def test_every_row_is_a_field_and_every_field_a_row():
 
 @pytest.mark.parametrize("name", registry.TABLE)
 def test_both_variants_have_one_signature(name):
-    reference, hpu = (registry.resolve(name, variant) for variant in ("reference", "hpu"))
-    assert inspect.signature(reference) == inspect.signature(hpu)
-    assert (reference is hpu) == (registry.TABLE[name][1] is None)
-    for function in (reference, hpu):
+    cpu, hpu = (registry.resolve(name, variant) for variant in ("cpu", "hpu"))
+    assert inspect.signature(cpu) == inspect.signature(hpu)
+    assert (cpu is hpu) == (registry.TABLE[name][1] is None)
+    for function in (cpu, hpu):
         assert function.__name__ == name
         assert function.__doc__
 
 
-def test_a_host_without_gaudi_gets_references_and_imports_no_hpu_file():
+@pytest.mark.parametrize("name", [name for name, (_, hpu) in registry.TABLE.items() if hpu is not None])
+def test_variants_follow_the_contract_that_their_package_states(name):
+    contract = typing.get_type_hints(registry.Ops)[name]
+    assert contract.__doc__ and contract.__module__ == registry.TABLE[name][0].rpartition(".")[0]
+    parameters = list(inspect.signature(contract.__call__).parameters.values())[1:]
+    assert parameters == list(inspect.signature(registry.resolve(name, "cpu")).parameters.values())
+
+
+def test_a_host_without_gaudi_gets_cpu_variants_and_imports_no_hpu_file():
     script = (
         "import sys; from vllm_gaudi.ops.registry import TABLE, load_ops, resolve; ops = load_ops();"
-        "assert all(getattr(ops, n) is resolve(n, 'reference') for n in TABLE);"
+        "assert all(getattr(ops, n) is resolve(n, 'cpu') for n in TABLE);"
         "assert load_ops() is ops;"
         "bad = [m for m in sys.modules if m.split('.')[0] in ('vllm', 'habana_frameworks') or m.endswith('hpu')];"
         "assert not bad, bad"
@@ -38,7 +47,7 @@ def test_a_host_without_gaudi_gets_references_and_imports_no_hpu_file():
 
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="no op named 'conv'"):
-        registry.resolve("conv", "reference")
+        registry.resolve("conv", "cpu")
     with pytest.raises(ValueError, match="no variant named 'cuda'"):
         registry.resolve("experts", "cuda")  # type: ignore[arg-type]
 

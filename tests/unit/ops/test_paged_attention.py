@@ -4,11 +4,13 @@
 import pytest
 import torch
 
-from tests.unit.ops.oracles import NAN, VARIANTS, attention, error, lengths_of
-from vllm_gaudi.ops import paged_attention, paged_attention_hpu
+from tests.unit.ops.oracles import NAN, VARIANTS, error, lengths_of
+from vllm_gaudi.ops.paged_attention import cpu as paged_attention
+from vllm_gaudi.ops.paged_attention import hpu as paged_attention_hpu
+from vllm_gaudi.ops.paged_attention.reference import attention
 from vllm_gaudi.ops.registry import resolve
 
-prefill_attention = resolve("paged_prefill_attention", "reference")
+prefill_attention = resolve("paged_prefill_attention", "cpu")
 SPARE = 40  # number of real kernel blocks, so the id of the spare one
 SCALE = 0.2
 
@@ -29,7 +31,7 @@ class Pages:
     def insert(self, n, length):
         size = self.kernel_block
         slots = torch.tensor([self.blocks[n][t // size] * size + t % size for t in range(length)], dtype=torch.int32)
-        resolve("insert_kv", "reference")(self.k_cache, self.v_cache, self.key[n], self.value[n], slots)
+        resolve("insert_kv", "cpu")(self.k_cache, self.v_cache, self.key[n], self.value[n], slots)
 
     def tokens_of(self, block):
         return slice(block * self.kernel_block, (block + 1) * self.kernel_block)
@@ -39,7 +41,7 @@ class Pages:
             q, self.k_cache, self.v_cache, table, starts, SCALE, kernel_block=self.kernel_block, **tile
         )
 
-    def decode(self, q, flat, variant="reference", scale=SCALE):
+    def decode(self, q, flat, variant="cpu", scale=SCALE):
         decode = resolve("paged_decode_attention", variant)
         return decode(q, self.k_cache, self.v_cache, *flat, scale, kernel_block=self.kernel_block)
 
@@ -72,9 +74,7 @@ geometries_and_threads = pytest.mark.parametrize(
 
 
 # The HPU variant passes the index through, and CPU index_copy_ takes no int32 one.
-@pytest.mark.parametrize(
-    ("variant", "index_dtype"), [("reference", torch.int32), ("reference", torch.int64), ("hpu", torch.int64)]
-)
+@pytest.mark.parametrize(("variant", "index_dtype"), [("cpu", torch.int32), ("cpu", torch.int64), ("hpu", torch.int64)])
 def test_insert_writes_its_slots_and_nothing_else(variant, index_dtype):
     k_cache, v_cache = torch.full((20, 2, 3), NAN), torch.full((20, 2, 3), NAN)
     key, value = torch.randn(4, 2, 3), torch.randn(4, 2, 3)
@@ -183,7 +183,7 @@ def test_decode_is_one_softmax(variant, kernel_block, kv_heads, heads, dim, tile
         visible = torch.ones(1, length, dtype=torch.bool)
         want = attention(q[n : n + 1], pages.key[n], pages.value[n], visible, SCALE)[0]
         # Gaudi's variant multiplies in the cache's dtype: scores and weights are rounded, too.
-        rounded = 4e-3 if variant == "reference" else 1.2e-2
+        rounded = 4e-3 if variant == "cpu" else 1.2e-2
         assert error(out[n], want) < (5e-7 if dtype == torch.float32 else rounded)
 
 
@@ -196,7 +196,7 @@ def test_decode_rows_without_blocks_are_zero_and_pads_disturb_nobody(variant, pa
     out = pages.decode(q, pages.flat([0, None, 1, 2], pads, pad_row), variant)
     want = pages.decode(q[[0, 2, 3]], pages.flat([0, 1, 2]), variant)
     assert torch.equal(out[1], torch.zeros(4, 8))
-    if variant == "reference":
+    if variant == "cpu":
         assert torch.equal(out[[0, 2, 3]], want)
     else:
         torch.testing.assert_close(out[[0, 2, 3]], want)
@@ -266,7 +266,7 @@ def test_no_unwritten_scratch_is_read(poisoned_empty):
 
 @geometries
 def test_what_the_hpu_prefill_feeds_its_kernel(kernel_block, kv_heads, heads, dim, tile):
-    """torch's own SDPA over the HPU variant's gathered context and bias agrees with the reference."""
+    """torch's own SDPA over the HPU variant's gathered context and bias agrees with the CPU variant."""
     pages = Pages(kernel_block, kv_heads, dim, [90, 40])
     q, starts = torch.randn(2, 40, heads, dim), lengths_of(50, 0)
     table = pages.table([0, 1], -(-96 // kernel_block))

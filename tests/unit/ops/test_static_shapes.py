@@ -66,7 +66,7 @@ def test_sources_open_with_their_contract(path):
     text = path.read_text()
     assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
     docstring = ast.get_docstring(ast.parse(text)) or ""
-    for word in ("Owns:", "Never:", "Order:"):
+    for word in ("Owns:", "Never:", "Ordering rule:"):
         assert word in docstring, f"{path.name} does not say what it {word.lower()}"
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The causal convolution for Gaudi: the contracts of `reference.py`, functional and in one piece.
+"""The causal convolution for Gaudi: functional and in one piece.
 
 Owns: the same shifted multiply-adds without a write into a slice. It all runs on CPU too, where the tests compare it.
 Never: boolean indexing, integer `where`, int64 indices.
-Order: taps are added oldest first, as in the reference.
+Ordering rule: taps are added oldest first, as on the CPU.
 
 Unproved until it has run on a device: that the compiler fuses the taps; that index_select keeps every bit of a tail.
 """
 
 import torch
 
-from vllm_gaudi.ops.causal_conv1d.reference import tails_of
+from vllm_gaudi.ops.causal_conv1d.boundaries import tails_of
 from vllm_gaudi.ops.pointwise import silu
 
 
@@ -24,7 +24,7 @@ def causal_conv1d_prefill(
     boundary_first: torch.Tensor | None = None,
     boundary_every: int = 0,
 ) -> tuple[torch.Tensor, ...]:
-    """The contract of `reference.causal_conv1d_prefill`."""
+    """`CausalConv1dPrefill`."""
     if tail.dtype != x.dtype:
         raise ValueError(f"conv tail is {tail.dtype} but its inputs are {x.dtype}: they must be equal")
     num_tokens = x.shape[1]
@@ -42,7 +42,7 @@ def causal_conv1d_update(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contract of `reference.causal_conv1d_update`."""
+    """`CausalConv1dUpdate`."""
     if tail.dtype != x.dtype:
         raise ValueError(f"conv tail is {tail.dtype} but its inputs are {x.dtype}: they must be equal")
     inputs = torch.cat((tail, x[:, None]), dim=1)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta rule for Gaudi: the contracts of `reference.py`, written for a graph compiler.
+"""The gated delta rule for Gaudi: written for a graph compiler.
 
 Owns: the same recurrence in purely functional torch: no `out=`, no write into a slice or an argument, no integer
 `where`, int32 indices, one unrolled loop of static length. It all runs on CPU too, where the tests compare it.
 Never: polynomial inverses (they overflow on repeated tokens); a bf16 matmul operand; a state write outside the result.
-Order: as in the reference, the state is rounded to its dtype at every chunk boundary.
+Ordering rule: as on the CPU, the state is rounded to its dtype at every chunk boundary.
 
 Unproved until it has run on a device: that float32 matmuls keep float32 accuracy on the MME; that the l2 norm written
 out below compiles correctly (upstream had to keep its own out of compiled graphs); that rows do not depend on the
@@ -14,7 +14,8 @@ bucket; the speed of anything.
 import torch
 import torch.nn.functional as F
 
-from vllm_gaudi.ops.gated_delta_rule.reference import L2_EPS, boundary_chunks
+from vllm_gaudi.ops.gated_delta_rule import L2_EPS
+from vllm_gaudi.ops.gated_delta_rule.boundaries import boundary_chunks
 
 
 def chunk_gated_delta_rule(
@@ -30,7 +31,7 @@ def chunk_gated_delta_rule(
     boundary_first: torch.Tensor | None = None,
     boundary_every: int = 0,
 ) -> tuple[torch.Tensor, ...]:
-    """The contract of `reference.chunk_gated_delta_rule`; equal to it within float32 rounding, not bit for bit."""
+    """`ChunkGatedDeltaRule`; equal to the CPU's within float32 rounding, not bit for bit."""
     batch, num_tokens, k_heads, k_dim = q.shape
     v_heads, v_dim = v.shape[-2:]
     if v_heads % k_heads:
@@ -95,7 +96,7 @@ def recurrent_gated_delta_rule(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contract of `reference.recurrent_gated_delta_rule`; equal to it within float32 rounding, not bit for bit."""
+    """`RecurrentGatedDeltaRule`; equal to the CPU's within float32 rounding, not bit for bit."""
     rows, k_heads, k_dim = q.shape
     v_heads, v_dim = v.shape[-2:]
     if v_heads % k_heads:

@@ -9,7 +9,7 @@ written is the tensor itself and not a view of it. Kernel blocks are read throug
 Never: zeroes a page. Prefill needs finite numbers in every row a block table reaches, spare block included, because a
 masked key still multiplies (0 x NaN): new blocks are zeroed before the step. Decode knows each block's length and
 selects what lies behind it away.
-Order: insert, then attend: the tokens of the running chunk are read back from the cache.
+Ordering rule: insert, then attend: the tokens of the running chunk are read back from the cache.
 
 Bitwise rules (design.md section 7): query rows are cut into tiles of QUERY_TILE, context into tiles of `tile_tokens`
 (prefill) or kernel blocks (decode); merging a piece without a visible key returns the other side by selection.
@@ -32,15 +32,7 @@ def insert_kv(
     value: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Write T tokens into the cache, in place.
-
-    k_cache, v_cache  [(num_kernel_blocks + 1) * kernel_block, Hkv, D]: MUTATED at the given slots only
-    key, value        [T, Hkv, D], cast to the cache dtype
-    slot_mapping      [T] int32 or int64, tokens: kernel block * kernel_block + offset; pads lie in the spare block,
-                      live slots are distinct
-
-    Raises RuntimeError (torch) for a slot outside the cache.
-    """
+    """`InsertKV`."""
     index = slot_mapping.long()  # CPU index_copy_ takes no int32 index
     for cache, new in ((k_cache, key), (v_cache, value)):
         cache.index_copy_(0, index, new.to(cache.dtype))
@@ -58,21 +50,7 @@ def paged_prefill_attention(
     tile_tokens: int = 256,
     start_range: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Causal attention of a chunk of queries over context and chunk, both read from the cache.
-
-    q            [N, Q, H, D]  H a multiple of Hkv; query head h reads kv head h // (H // Hkv)
-    caches       see the module docstring; only read, finite wherever the table points
-    block_table  [N, M] int32  kernel block ids by position, pads = the spare block
-    query_start  [N] int32     position (tokens) of q[:, 0], >= 0; query i sees key position j iff j <= query_start + i
-    scale        factor on the scores
-    kernel_block tokens of a kernel block
-    tile_tokens  context tokens per online-softmax step; equal in all calls that must agree bitwise
-    start_range  the least and the largest of query_start; with it, steps that no query sees are left out, and those
-                 that every query sees have no mask, which changes no bit. None: not known
-
-    Returns [N, Q, H, D] in q.dtype; rows of pad queries are finite garbage. Nothing is mutated. A query's bits depend
-    neither on N, Q and M, nor on how the sequence was cut.
-    """
+    """`PagedPrefillAttention`. A query's bits depend neither on N, Q and M, nor on how the sequence was cut."""
     batch, num_queries, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     rows_per_gemm = heads // kv_heads * QUERY_TILE
@@ -125,25 +103,7 @@ def paged_decode_attention(
     *,
     kernel_block: int,
 ) -> torch.Tensor:
-    """One query per row over a flat list of kernel blocks; the token itself is already in the cache.
-
-    q           [R, H, D]  H a multiple of Hkv
-    caches      see the module docstring; only read; tokens behind a block's length may hold anything, also NaN
-    block_list  [F] int32  kernel block ids; the entries of one row are contiguous and in position order
-    block_rows  [F] int32  owning row of each entry, in 0..R-1
-    block_lens  [F] int32  valid tokens of each entry, 0..kernel_block
-    row_first   [R] int32  index of each row's first entry, in 0..F-1
-    scale       factor on the scores
-    kernel_block  tokens of a kernel block
-
-    Pads: block_list = the spare block, block_lens = 0, block_rows = any row in range (R - 1 by convention), behind all
-    live entries. An empty entry changes nothing, by selection, whichever row it names. A row without blocks may name
-    any entry in row_first (0 by convention): unless that entry is live and its own, the row's result is zeros.
-
-    Returns [R, H, D] in q.dtype. Nothing is mutated. Each entry gives (maximum, sum, weighted values); then log2(F)
-    doubling steps merge entry i with entry i + 2^s of the same row. So the order of merging depends on the offset
-    inside the row alone, and a row's bits depend neither on the other rows nor on R and F.
-    """
+    """`PagedDecodeAttention`. A row's bits depend neither on the other rows nor on R and F."""
     rows, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     num_entries = block_list.shape[0]

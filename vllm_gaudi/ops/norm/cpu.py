@@ -3,7 +3,7 @@
 
 Owns: the arithmetic that vLLM's layers have without a kernel: float32 inside, the weight's product in its own dtype.
 Never: the `+ 1` of Gemma's weight; the layer adds it, in float32, before it calls.
-Order: sum, then round the sum for the residual stream, then normalise what was not rounded.
+Ordering rule: sum, then round the sum for the residual stream, then normalise what was not rounded.
 """
 
 import torch
@@ -12,11 +12,7 @@ import torch
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y = s / sqrt(mean(s^2) + epsilon) * weight over the last dimension, s = x or x + residual.
-
-    x [..., H] any float dtype; weight [H], float32 or x's dtype; residual like x. Returns (y in x.dtype, s in x.dtype,
-    or None where there is no residual). Nothing is mutated.
-    """
+    """`RMSNorm`."""
     total = x.float()
     summed = None
     if residual is not None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts for Gaudi: the contract of `moe.experts` through the bridge's fused operator.
+"""The experts for Gaudi, through the bridge's fused operator.
 
 Owns: the calls of `torch.ops.hpu.mixture_of_experts`, each over a range of experts. Routing has no variant of its own:
-`moe.route` runs there too.
+`routing.route` runs there too.
 Never: groups tokens on the host; cuts weights up in a graph.
-Order: ranges from expert 0 on, added up in float32; inside a call the operator's sum is not promised to be in order.
+Ordering rule: ranges from expert 0 on, added up in float32; inside a call the operator promises no order of the sum.
 
 Unproved until it has run on a device: that the operator takes gate-then-up weights in [out, in] layout under these
 names and leaves ids outside its range out, its accuracy, whether a row's bits depend on the number of rows, how many
@@ -21,7 +21,7 @@ EXPERTS_PER_CALL = 64  # two weights of each are arguments of one operator: 512 
 
 
 def prepare_experts(w13: torch.Tensor, w2: torch.Tensor) -> Prepared:
-    """The contract of `moe.prepare_experts`: a view per expert, so that a graph is given them and makes none.
+    """`PrepareExperts`: a view per expert, so that a graph is given them and makes none.
 
     Returns, by call, its first expert and the lists of its experts' two weights.
     """
@@ -39,7 +39,7 @@ def experts(
     row_tile: int,
     pieces: Pieces | None = None,
 ) -> torch.Tensor:
-    """The contract of `moe.experts`, except its bitwise promise; row_tile and pieces are unused."""
+    """`Experts`, except its bitwise promise; row_tile and pieces are unused."""
     routing, router_weights = ids.long(), weights.to(x.dtype)
     parts = [
         torch.ops.hpu.mixture_of_experts(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding for Gaudi: the contract of `rotary.rotary_embedding` through the bridge's kernel.
+"""Rotary position embedding for Gaudi: through the bridge's kernel.
 
 Owns: the tables in the kernel's form, one cosine and one sine per rotary dimension.
 Never: gives the kernel more than the rotary part: it rotates the whole last dimension that it is given.
-Order: cut, rotate, put together.
+Ordering rule: cut, rotate, put together.
 
 Unproved until it has run on a device: the order of the kernel's arguments as used here, and its accuracy.
 """
@@ -12,7 +12,7 @@ import torch
 
 
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """The contract of `rotary.rotary_embedding`."""
+    """`RotaryEmbedding`."""
     from vllm_gaudi.device import kernels
 
     kernel = kernels()

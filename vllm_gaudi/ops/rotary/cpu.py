@@ -3,18 +3,14 @@
 
 Owns: the rotation of pairs, in the dtype of the heads.
 Never: positions or tables: the layer hands each token's cosines and sines in.
-Order: dimensions beyond the rotary ones pass unchanged, behind the rotated ones.
+Ordering rule: dimensions beyond the rotary ones pass unchanged, behind the rotated ones.
 """
 
 import torch
 
 
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """Rotate pair i of each head by the token's angle i.
-
-    x [T, H, D]; cos, sin [T, R / 2] in x.dtype, R <= D even; is_neox: pair i is (i, i + R / 2), otherwise
-    (2 i, 2 i + 1). Returns [T, H, D] in x.dtype. Nothing is mutated.
-    """
+    """`RotaryEmbedding`."""
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention for Gaudi: the contracts of `paged_attention.py` with whole-context GEMMs.
+"""Paged attention for Gaudi: with whole-context GEMMs.
 
 Owns: prefill through the fused SDPA kernel with an explicit bias; decode in block space, merged per row by a one-hot
 matmul. Decode and the parts around the fused kernel are plain torch and are compared on CPU.
 Never: int64 indices, integer `where`, an index outside the cache.
-Order: insert, then attend, as in the reference; the cache must be finite wherever a table points.
+Ordering rule: insert, then attend, as on the CPU; the cache must be finite wherever a table points.
 
 Not bitwise independent of the bucket: the fused kernel and the one-hot matmul reduce over the padded context and over
 F. Within one bucket a row does not depend on its neighbours' values. Unproved until it has run on a device: the fused
@@ -23,7 +23,7 @@ def insert_kv(
     value: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """The contract of `paged_attention.insert_kv`."""
+    """`InsertKV`."""
     k_cache.index_copy_(0, slot_mapping, key.to(k_cache.dtype))
     v_cache.index_copy_(0, slot_mapping, value.to(v_cache.dtype))
 
@@ -40,7 +40,7 @@ def paged_prefill_attention(
     tile_tokens: int = 256,
     start_range: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """The contract of `paged_attention.paged_prefill_attention`, except its bitwise promise.
+    """`PagedPrefillAttention`, except its bitwise promise.
 
     tile_tokens and start_range are unused.
     """
@@ -71,7 +71,7 @@ def paged_decode_attention(
     *,
     kernel_block: int,
 ) -> torch.Tensor:
-    """The contract of `paged_attention.paged_decode_attention`, except its bitwise promise; row_first is unused.
+    """`PagedDecodeAttention`, except its bitwise promise; row_first is unused.
 
     Each block's softmax is rescaled to its row's maximum, then a [R, F] one-hot matrix adds the blocks of a row up.
     Empty entries enter that product as selected zeros. Keys and values of all F blocks are gathered and multiplied in

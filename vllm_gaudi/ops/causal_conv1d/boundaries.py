@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conv states at a sequence's end and at block boundaries, gathered from its inputs: what both variants share.
+
+Owns: exact copies of input rows. Never: arithmetic on them. Ordering rule: none; a pure gather.
+"""
+
+import torch
+
+
+def tails_of(
+    inputs: torch.Tensor, history: int, lengths: torch.Tensor, boundary_first: torch.Tensor | None, boundary_every: int
+) -> tuple[torch.Tensor, ...]:
+    """The new_tail and, with `boundary_first`, the boundary_tails of `causal_conv1d_prefill`, in one gather.
+
+    inputs [N, history + T, C]: row history + t is token t; the other arguments are those of the op. An entry past its
+    sequence's end repeats the new_tail. Raises ValueError when boundary_every is not positive.
+    """
+    ends = lengths[:, None]
+    if boundary_first is None:
+        return (_tails_after(inputs, ends, history)[:, 0],)
+    if boundary_every <= 0:
+        raise ValueError(f"boundary_every is {boundary_every}: it must be positive")
+    num_tokens = inputs.shape[1] - history
+    run = torch.arange(0, num_tokens, boundary_every, dtype=torch.int32, device=inputs.device)
+    boundaries = torch.minimum((boundary_first[:, None] + run).clamp(min=0), ends)
+    tails = _tails_after(inputs, torch.cat((ends, boundaries), dim=1), history)
+    return tails[:, 0], tails[:, 1:]
+
+
+def _tails_after(inputs: torch.Tensor, ends: torch.Tensor, history: int) -> torch.Tensor:
+    """The `history` rows of inputs [N, history + T, C] that end with token ends[n, i] - 1: [N, S, history, C], a copy.
+
+    ends int32 [N, S] in 0..T; row history + t of `inputs` is token t.
+    """
+    first = ends
+    if inputs.shape[0] > 1:
+        sequence = torch.arange(inputs.shape[0], dtype=ends.dtype, device=ends.device)
+        first = ends + sequence[:, None] * inputs.shape[1]
+    rows = first[:, :, None] + torch.arange(history, dtype=ends.dtype, device=ends.device)
+    return inputs.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, rows.shape)

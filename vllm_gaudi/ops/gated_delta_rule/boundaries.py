@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which chunk ends at which block boundary: index arithmetic that both variants share.
+
+Owns: that mapping. Never: a state. Ordering rule: none; a pure function of positions.
+"""
+
+import torch
+
+
+def boundary_chunks(
+    boundary_first: torch.Tensor, boundary_every: int, chunk_size: int, num_chunks: int
+) -> torch.Tensor:
+    """The chunk that boundary i of sequence n ends, int32 [N, S] in 0..num_chunks - 1, S = ceil(T / boundary_every).
+
+    Boundary i is the only one of its sequence in the i-th run of boundary_every tokens, and is clamped to that run and
+    to the last chunk: no value of `boundary_first` leads out of range.
+
+    Raises ValueError when boundary_every is not a positive multiple of chunk_size.
+    """
+    if boundary_every <= 0 or boundary_every % chunk_size:
+        raise ValueError(
+            f"boundary_every is {boundary_every}: it must be a positive multiple of chunk_size {chunk_size}"
+        )
+    period = boundary_every // chunk_size
+    run = torch.arange(0, num_chunks, period, dtype=torch.int32, device=boundary_first.device)
+    offset = (boundary_first // chunk_size - 1).clamp(0, period - 1)
+    return (run + offset[:, None]).clamp(max=num_chunks - 1)
