@@ -89,23 +89,6 @@ def normalization() -> Any:
     return normalization_module
 
 
-def compile_backend() -> str | None:
-    """The torch.compile backend that the user asked for, or the device's own; None runs eagerly."""
-    asked = envs.get("VLLM_GAUDI_COMPILE")
-    if asked is None:
-        return "hpu_backend" if is_hpu() else None
-    return None if asked == "none" else asked
-
-
-def has_row_tiles() -> bool:
-    """Whether matrix products run in tiles of one size: as the user asked, else on a host only.
-
-    On a host a product's rows decide which kernel a BLAS picks. A Gaudi's matrix engine wants all rows of a bucket.
-    """
-    asked = envs.get("VLLM_GAUDI_ROW_TILES")
-    return not is_hpu() if asked is None else asked
-
-
 _is_initialized = False
 
 

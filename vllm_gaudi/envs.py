@@ -86,12 +86,13 @@ TABLE: dict[str, EnvVar] = {
         "Run every matrix product in tiles of one number of rows, so that a row's bits depend on the row alone. Unset "
         "is 1 on a CPU host, and 0 on Gaudi, where a product runs over all rows of its bucket at once.",
     ),
-    "VLLM_GAUDI_HOST_SHORTCUTS": EnvVar(
-        True,
-        _flag,
-        "On a CPU host, where nothing is compiled: forwards of the shape that is needed instead of the next one on "
-        "Gaudi's ladders, float32 weights packed for decode, GDN states updated in place, short products at the end of "
-        "a prompt. 0 runs as a Gaudi does; results may differ in the last bits.",
+    "VLLM_GAUDI_EXECUTION_MODE": EnvVar(
+        "host",
+        _choice("host", "hpu_like"),
+        "On a CPU host, where nothing is compiled: host runs each forward in the shape that it needs instead of "
+        "padding it to the next bucket, packs float32 weights for decode, updates GDN states in place and cuts the "
+        "products of a prompt's end short. hpu_like runs as a Gaudi does, with bucketing and padding. Results of the "
+        "two may differ in the last bits.",
     ),
     "VLLM_USE_V2_MODEL_RUNNER": EnvVar(None, _flag, "vLLM's own switch; the V2 runner is refused."),
     "VLLM_TARGET_DEVICE": EnvVar(None, _text, "vLLM's build variable; 'cpu' at run time would hide this plugin."),

@@ -15,20 +15,33 @@ import pytest
 # Before vLLM is imported anywhere: pages and slots start as NaN, so that whatever a step forgets to zero surfaces.
 os.environ.setdefault("VLLM_GAUDI_POISON", "1")
 os.environ.setdefault("VLLM_SKIP_WARMUP", "1")
-# As on a Gaudi, but for some modules that run as a host does.
-os.environ.setdefault("VLLM_GAUDI_HOST_SHORTCUTS", "0")
-AS_ON_A_HOST = ("test_boundaries", "test_cases", "test_oracle", "test_prefix_cache", "test_sampling")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "checkpoints"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def host_shortcuts(request: pytest.FixtureRequest) -> Iterator[None]:
+def execution_mode(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The mode of a module's engines: a host's own, or the one that ``pytest.mark.execution_mode`` of the module names.
+
+    A module with several names runs once in each: see ``pytest_generate_tests``.
+    """
+    mode = getattr(request, "param", None) or modes_of(request.node)[0]
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.stem in AS_ON_A_HOST:
-            patch.setenv("VLLM_GAUDI_HOST_SHORTCUTS", "1")
-        yield
+        patch.setenv("VLLM_GAUDI_EXECUTION_MODE", mode)
+        yield mode
+
+
+def modes_of(node: pytest.Module) -> tuple[str, ...]:
+    mark = node.get_closest_marker("execution_mode")
+    return mark.args if mark is not None else ("host",)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mark = metafunc.definition.get_closest_marker("execution_mode")
+    if mark is not None and len(mark.args) > 1:
+        metafunc.fixturenames.insert(0, "execution_mode")
+        metafunc.parametrize("execution_mode", mark.args, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +113,7 @@ class Shelf:
 
 
 @pytest.fixture(scope="module")
-def shelf(checkpoint: Callable[..., Path]) -> Iterator[Shelf]:
+def shelf(checkpoint: Callable[..., Path], execution_mode: str) -> Iterator[Shelf]:
     """``shelf(name, **flags)``: an engine that tests of this module share while they ask for the same flags."""
     it = Shelf(checkpoint)
     yield it

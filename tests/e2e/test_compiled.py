@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from vllm_gaudi.testing.engine import Engine, engine, greedy
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.execution_mode("hpu_like")]
 FLAGS: dict[str, Any] = {
     "enable_prefix_caching": True,
     "max_model_len": 128,

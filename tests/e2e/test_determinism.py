@@ -19,11 +19,12 @@ import pytest
 import torch
 
 from vllm_gaudi.bucketing import grid
-from vllm_gaudi.bucketing.grid import RowTiles
+from vllm_gaudi.ops.linear import GemmRows
 from vllm_gaudi.testing.engine import Engine, Result, engine, greedy
 from vllm_gaudi.v1.core.sched import hpu_scheduler
-from vllm_gaudi.v1.worker import hpu_model_runner
 from vllm_gaudi.v1.worker.inputs import InputBuilder
+
+pytestmark = pytest.mark.execution_mode("hpu_like")  # tests of exact shapes choose the other one
 
 TOKENS = 16
 WHOLE = 512  # the reference's budget: every prompt in one chunk
@@ -162,14 +163,14 @@ def watch_chunks(opened: Engine, schedule_of: Callable) -> Callable[[], list[int
     return lambda: chunk_ends(steps, lengths)
 
 
-def watch_pieces(opened: Engine) -> list[tuple[int, int]]:
+def watch_gemm_slices(opened: Engine) -> list[tuple[int, int]]:
     """The products of less than a row tile that prefills are cut into, as they run."""
     cut: list[tuple[int, int]] = []
     build = opened.runner.inputs.build
 
     def watched(*args: Any) -> Any:
         for inputs in build(*args):
-            cut.extend(piece for piece in inputs.attn.pieces or () if piece[1] < inputs.attn.row_tile)
+            cut.extend(part for part in inputs.attn.gemm_rows.slices or () if part[1] < inputs.attn.gemm_rows.tile)
             yield inputs
 
     opened.runner.inputs.build = watched
@@ -235,12 +236,12 @@ def test_neither_buckets_nor_limits_change_a_bit(reference, variant):
 
 
 @pytest.mark.parametrize("chunks", [None, 1, 5])
-def test_a_host_s_shortcuts_change_no_bit_of_a_tiny_model_whatever_the_budget(reference, chunks, monkeypatch):
-    monkeypatch.setenv("VLLM_GAUDI_HOST_SHORTCUTS", "1")
+def test_exact_shapes_change_no_bit_of_a_tiny_model_whatever_the_budget(reference, chunks, monkeypatch):
+    monkeypatch.setenv("VLLM_GAUDI_EXECUTION_MODE", "host")
     model = reference.model
     with reference.open(max_num_batched_tokens=chunks * model.chunk if chunks else WHOLE) as opened:
-        assert opened.runner.grid.is_exact
-        cut = watch_pieces(opened)
+        assert opened.runner.mode.exact_shapes
+        cut = watch_gemm_slices(opened)
         for run in (together, one_by_one):
             assert different(reference, run(opened, model.lengths)) == []
         assert bool(cut) == (model.name != "qwen3" and model.chunk == 64)
@@ -306,20 +307,20 @@ def test_bits_differ_without_the_chunk_grid(fp32_reference, monkeypatch):
 
 def test_bits_differ_where_one_run_cuts_a_prompts_last_tile_and_another_does_not(checkpoint, monkeypatch):
     """In products long enough that a BLAS sums them up differently for 16 and 64 rows."""
-    monkeypatch.setenv("VLLM_GAUDI_HOST_SHORTCUTS", "1")
+    monkeypatch.setenv("VLLM_GAUDI_EXECUTION_MODE", "host")
     made = Reference(Model("q35_small", "float32", 0, 64), checkpoint("q35_small"))
     flags = {"block_size": None, "max_num_batched_tokens": WHOLE, "num_gpu_blocks_override": 16}
     with made.open(**flags) as opened:
         assert opened.chunk == 64
         made.results = alone(opened, [80])
         assert different(made, alone(opened, [80])) == []
-    monkeypatch.setattr(InputBuilder, "_pieces", lambda *_: None)
+    monkeypatch.setattr(InputBuilder, "_prefill_gemm_rows", lambda self, tiles, *_: GemmRows(tiles.prefill))
     with made.open(**flags) as opened:
         assert different(made, alone(opened, [80])) == [80]
 
 
 def test_bits_differ_with_as_many_rows_as_there_are_sequences(fp32_reference, monkeypatch):
     """Neither row tiles nor the least number of rows: a decode of one request is a product of one row."""
-    monkeypatch.setattr(hpu_model_runner, "RowTiles", lambda *tiles: RowTiles(0, 0))
+    monkeypatch.setenv("VLLM_GAUDI_ROW_TILES", "0")
     monkeypatch.setattr(grid, "MIN_ROWS", 1)
     assert prompts_that_differ(fp32_reference)

@@ -13,6 +13,8 @@ import pytest
 
 from tests import with_stub
 
+pytestmark = pytest.mark.execution_mode("hpu_like")
+
 SCRIPT = """
 import contextlib
 import json

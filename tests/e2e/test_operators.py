@@ -22,6 +22,8 @@ from vllm_gaudi.testing.engine import engine, greedy
 from vllm_gaudi.testing.operator_table import ALLOWED, OPERATORS
 from vllm_gaudi.testing.operators import Watch, watch
 
+pytestmark = pytest.mark.execution_mode("hpu_like")
+
 FAMILIES = ("q35_dense", "q35_moe", "q35_vl", "q35_moe_vl", "next_moe", "qwen3", "qwen3_moe", "llama")
 REGISTERED = Path(__file__).resolve().parents[3] / "shared" / "hpu" / "hpu_ops_1.19.json"
 PATHS = ("host", "gaudi")

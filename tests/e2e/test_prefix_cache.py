@@ -17,6 +17,8 @@ import torch
 from vllm_gaudi.testing import faults
 from vllm_gaudi.testing.engine import Engine, Result, engine, greedy
 
+pytestmark = pytest.mark.execution_mode("host", "hpu_like")
+
 TOLERANCE = 1e-4
 
 MODELS = {

@@ -23,6 +23,8 @@ from vllm_gaudi.bucketing.grid import BucketGrid
 from vllm_gaudi.testing.engine import Engine, engine, greedy
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
 
+pytestmark = pytest.mark.execution_mode("hpu_like")
+
 SMALL = {"max_model_len": 192, "max_num_batched_tokens": 128, "max_num_seqs": 5, "num_gpu_blocks_override": 90}
 """A ladder of a few dozen shapes: three steps in each dimension."""
 

@@ -16,6 +16,8 @@ import pytest
 
 from tests import with_stub
 
+pytestmark = pytest.mark.execution_mode("hpu_like")
+
 FACTS = """
 import json
 import os

@@ -279,33 +279,3 @@ def test_lazy_mode_is_refused_by_the_process_that_owns_the_device():
     )
     (line,) = with_stub.run("-c", script, PT_HPU_LAZY_MODE="1").splitlines()
     assert "lazy mode" in line and "PT_HPU_LAZY_MODE" in line and line.endswith("False")
-
-
-@pytest.mark.parametrize(
-    ("asked", "is_hpu", "backend"),
-    [
-        (None, False, None),
-        (None, True, "hpu_backend"),
-        ("none", True, None),
-        ("aot_eager", False, "aot_eager"),
-        ("inductor", True, "inductor"),
-    ],
-)
-def test_the_backend_of_compiled_layers(monkeypatch, asked, is_hpu, backend):
-    monkeypatch.setattr(device, "is_hpu", lambda: is_hpu)
-    if asked is None:
-        monkeypatch.delenv("VLLM_GAUDI_COMPILE", raising=False)
-    else:
-        monkeypatch.setenv("VLLM_GAUDI_COMPILE", asked)
-    assert device.compile_backend() == backend
-
-
-@pytest.mark.parametrize(
-    ("asked", "is_hpu", "expected"), [(None, False, True), (None, True, False), ("0", False, False), ("1", True, True)]
-)
-def test_products_run_in_row_tiles_where_a_host_needs_them_or_the_user_asks(monkeypatch, asked, is_hpu, expected):
-    monkeypatch.setattr(device, "is_hpu", lambda: is_hpu)
-    monkeypatch.delenv("VLLM_GAUDI_ROW_TILES", raising=False)
-    if asked is not None:
-        monkeypatch.setenv("VLLM_GAUDI_ROW_TILES", asked)
-    assert device.has_row_tiles() is expected

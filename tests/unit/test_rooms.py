@@ -54,7 +54,7 @@ ROOMS = (
     ),
     Room("vllm_gaudi/bucketing/", only=("vllm_gaudi.bucketing",)),
     Room("vllm_gaudi/ops/", only=("torch", "vllm_gaudi.device", "vllm_gaudi.ops")),
-    Room("vllm_gaudi/attention/metadata.py", only=("torch",)),
+    Room("vllm_gaudi/attention/metadata.py", only=("torch", "vllm_gaudi.ops.linear")),
     Room("vllm_gaudi/attention/", never=("vllm_gaudi.v1", "vllm_gaudi.models", "vllm_gaudi.platform")),
     Room("vllm_gaudi/models/", never=("vllm_gaudi.v1", "vllm_gaudi.platform")),
     Room("vllm_gaudi/models/__init__.py", at_once=()),
@@ -93,6 +93,8 @@ ROOMS = (
 ENVIRONMENT_READER = "vllm_gaudi/envs.py"
 BRIDGE_IMPORTER = "vllm_gaudi/device.py"
 HOST_CHANGER = "vllm_gaudi/compat.py"
+MODE_CHOOSERS = ("vllm_gaudi/v1/worker/execution.py", "vllm_gaudi/ops/registry.py")
+MODE_READERS = ("vllm_gaudi/v1/worker/", "vllm_gaudi/ops/", "vllm_gaudi/models/")
 HOSTS = ("vllm", "torch", "transformers", "habana_frameworks")
 ENVIRONMENT = ("environ", "environb", "getenv", "putenv", "unsetenv")
 FILLERS = ("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "index_fill_", "pad")
@@ -233,6 +235,11 @@ def faults(path: str, source: str) -> list[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT and dotted(node.value) == "os":
                 fault(node.lineno, f"uses os.{node.attr}; only {ENVIRONMENT_READER} reads the environment")
+    if path.startswith(MODE_READERS) and path not in MODE_CHOOSERS:
+        for node in ast.walk(tree):
+            name = dotted(node.func) if isinstance(node, ast.Call) else None
+            if name is not None and name.rsplit(".", 1)[-1] == "is_hpu" or name == "envs.get":
+                fault(node.lineno, f"calls {name}; only {MODE_CHOOSERS[0]} chooses, the others read its record")
     if path != BRIDGE_IMPORTER and "habana_frameworks" in source:
         fault(1, f"names habana_frameworks; only {BRIDGE_IMPORTER} does")
     if path != HOST_CHANGER:
@@ -327,6 +334,9 @@ PLANTED = (
     ("vllm_gaudi/cli/__init__.py", "import vllm", "imports vllm outside a function"),
     ("vllm_gaudi/cli/plan.py", "from vllm_gaudi.cli import paper", "imports vllm_gaudi.cli.paper"),
     ("vllm_gaudi/cli/why.py", "def f():\n    import torch", "never does"),
+    ("vllm_gaudi/v1/worker/x.py", "def f():\n    return device.is_hpu()", "calls device.is_hpu"),
+    ("vllm_gaudi/ops/x.py", "def f():\n    return is_hpu()", "calls is_hpu"),
+    ("vllm_gaudi/models/x.py", 'def f():\n    return envs.get("A")', "calls envs.get"),
     ("vllm_gaudi/platform.py", 'import os\nX = os.environ.get("A")', "uses os.environ"),
     ("vllm_gaudi/v1/worker/x.py", 'import os\ndef f():\n    os.environ["A"] = "1"', "uses os.environ"),
     ("vllm_gaudi/v1/worker/x.py", 'import os\nX = os.getenv("A")', "uses os.getenv"),

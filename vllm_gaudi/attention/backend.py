@@ -107,6 +107,7 @@ class HPUAttentionImpl(AttentionImpl):
         """
         meta = attn_metadata
         rows = meta.num_rows
+        hints = {} if meta.hints is None else {"query_start_range": meta.hints.query_start_range}
         k_cache, v_cache = kv_cache
         self._ops.insert_kv(k_cache, v_cache, key[:rows], value[:rows], meta.slot_mapping)
         if meta.prefill is not None:
@@ -118,7 +119,7 @@ class HPUAttentionImpl(AttentionImpl):
                 meta.prefill.query_start,
                 self.scale,
                 kernel_block=meta.kernel_block,
-                start_range=meta.prefill.start_range,
+                **hints,
             ).reshape(rows, self.num_heads, self.head_size)
         else:
             assert meta.decode is not None

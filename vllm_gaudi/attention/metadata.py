@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_gaudi.ops.linear import GemmRows
+
 
 @dataclass(frozen=True)
 class PrefillAttention:
@@ -20,7 +22,6 @@ class PrefillAttention:
     block_table: torch.Tensor  # [N, M] int32: kernel block ids of the context, pads = the spare block
     query_start: torch.Tensor  # [N] int32: tokens before the first row
     lengths: torch.Tensor  # [N] int32: rows that are real; 0 for a pad sequence
-    start_range: tuple[int, int] | None = None  # least and largest of query_start, where the host's knowing helps
 
 
 @dataclass(frozen=True)
@@ -43,21 +44,29 @@ class DecodeAttention:
 
 
 @dataclass(frozen=True)
+class HostHints:
+    """What layers of a host may take a shorter way with: the step in plain numbers, without padding."""
+
+    query_start_range: tuple[int, int]  # least and largest number of tokens before a sequence's first row
+    state_indices: tuple[int, ...]  # GDN state row of each real sequence
+
+
+@dataclass(frozen=True)
 class HPUAttentionMetadata:
     """The first ``batch * query`` token rows of the model belong to sequences; the rest are pads."""
 
     batch: int
     query: int
     kernel_block: int  # tokens
-    row_tile: int  # rows of every matrix product; 0: as many as there are
     slot_mapping: torch.Tensor  # [batch * query] int64: kernel block * kernel block size + offset of each row's K/V
     state_read: torch.Tensor  # [batch] int64: GDN state row that is read (ZERO for pads)
     state_write: torch.Tensor  # [batch] int64: GDN state row that is written (TRASH for pads)
     prefill: PrefillAttention | None = None
     decode: DecodeAttention | None = None
     kept: KeptBoundaries | None = None
-    pieces: tuple[tuple[int, int], ...] | None = None  # ops.linear.Pieces of every matrix product; None: row tiles
-    state_rows: tuple[int, ...] | None = None  # a decode's GDN state rows on the host, pads left out; None: not known
+    gemm_rows: GemmRows | None = None  # rows of every matrix product; None: one product over all rows
+    expert_gemm_rows: GemmRows | None = None  # the same of the experts' products
+    hints: HostHints | None = None
 
     @property
     def num_rows(self) -> int:

@@ -7,8 +7,8 @@ Never: tensors, requests, or a shape made up at run time.
 
 Ordering rule: the grid is complete at construction; ``warm_up`` order is largest first, so that memory peaks early.
 
-An exact grid has the same limits, and between them any shape: where nothing is compiled, a pad costs and a shape does
-not.
+``ExactGrid`` has the same limits and, between them, any shape: where nothing is compiled, padding costs and a new shape
+does not.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MOST_DECODE_TOKENS = 1 << 19
 
 Bounds what a decode gathers, whatever the pool: with 2 heads of 256 in bfloat16 a GiB for keys and values."""
 
-MOST_OF_A_TAIL = 0.5
-"""Share of a row tile up to which small products are faster: two of 16 rows take 0.7 of the time of one of 64."""
+MOST_OF_A_TILE = 0.5
+"""Share of a row tile up to which short products are faster: two of 16 rows take 0.7 of the time of one of 64."""
 
 CONFIG_KEYS = (
     "prefill_batch_buckets",
@@ -78,24 +78,24 @@ class DecodeBucket:
 
 @dataclass(frozen=True)
 class RowTiles:
-    """Rows of every matrix product; 0 runs each product over all rows at once.
+    """Rows of every matrix product.
 
-    ``tail``: rows of the products that a prompt's last tile is cut into where at most half of it is filled; 0: none is
-    cut. Only where every other chunk of a prompt fills its tiles, so that a row's product depends on
-    where its prompt ends and not on how the prompt was cut.
+    ``short_tile``: rows of the products that a prompt's last tile is cut into where at most half of it is filled; 0:
+    none is cut. Only where every other chunk of a prompt fills its tiles, so that a row's product depends on where its
+    prompt ends and not on how the prompt was split.
     """
 
     prefill: int
     decode: int
-    tail: int = 0
+    short_tile: int = 0
 
-    def pieces(self, length: int) -> list[tuple[int, int]]:
-        """First row and rows of each product of a chunk of ``length`` tokens: whole tiles, and a tail where one is."""
+    def gemm_slices(self, length: int) -> list[tuple[int, int]]:
+        """First row and rows of each product of a chunk of ``length`` tokens: whole tiles, then short ones, if any."""
         rest = length % self.prefill
-        if not self.tail or rest > MOST_OF_A_TAIL * self.prefill:
+        if not self.short_tile or rest > MOST_OF_A_TILE * self.prefill:
             return [(row, self.prefill) for row in range(0, length, self.prefill)]
         whole = [(row, self.prefill) for row in range(0, length - rest, self.prefill)]
-        return whole + [(row, self.tail) for row in range(length - rest, length, self.tail)]
+        return whole + [(row, self.short_tile) for row in range(length - rest, length, self.short_tile)]
 
 
 class BucketGrid:
@@ -103,8 +103,7 @@ class BucketGrid:
 
     ``query_multiple`` tokens: a multiple of the GDN chunk and of the row tile; ``max_query`` tokens, ``max_batch``
     sequences, ``max_context`` tokens: the engine's limits; ``kernel_block`` tokens; ``block_size``: B tokens where GDN
-    states are cached, 0 elsewhere; ``overrides``: additional config; ``is_exact``: a shape is what is needed, not what
-    is listed.
+    states are cached, 0 elsewhere; ``overrides``: additional config.
     """
 
     def __init__(
@@ -118,9 +117,7 @@ class BucketGrid:
         max_blocks: int,
         block_size: int = 0,
         overrides: Mapping[str, Any] | None = None,
-        is_exact: bool = False,
     ):
-        self.is_exact = is_exact
         self._query_multiple = query_multiple
         chosen = dict(overrides or {})
         self.kernel_block = kernel_block
@@ -166,7 +163,7 @@ class BucketGrid:
 
     @cached_property
     def num_staging(self) -> int:
-        """State rows that the boundaries of one forward may need: of the listed buckets, also on an exact grid."""
+        """State rows that the boundaries of one forward may need: of the listed buckets, also of an ``ExactGrid``."""
         return max(
             batch * self.boundaries_within(query)
             for batch in self.prefill_batches
@@ -182,20 +179,11 @@ class BucketGrid:
         )
 
     def _step(self, ladder: Sequence[int], value: int, multiple: int = 1) -> int:
-        """The size that ``value`` gets: of the ladder, or of an exact grid any ``multiple`` up to the ladder's top."""
-        listed = smallest_at_least(ladder, value)
-        return min(listed, round_up(value, multiple)) if self.is_exact else listed
+        """The size of the ladder that holds ``value``; it is a multiple of ``multiple``."""
+        return smallest_at_least(ladder, value)
 
     def fits_one_forward(self, batch: int, query: int, shortest: int | None = None) -> bool:
-        """Whether ``batch`` sequences of at most ``query`` tokens, and at least ``shortest``, share a prefill forward.
-
-        On an exact grid only those do that none of them is padded for.
-        """
-        if self.is_exact and 1 < batch <= self.prefill_batches[-1]:
-            query = round_up(query, self._query_multiple)
-            is_even = shortest is None or round_up(shortest, self._query_multiple) == query
-            staging = batch * self.boundaries_within(query)
-            return is_even and batch * query <= self.max_prefill_rows and staging <= self.num_staging
+        """Whether ``batch`` sequences of ``shortest`` to ``query`` tokens share a prefill forward."""
         return self._fits_as_listed(batch, query)
 
     def _fits_as_listed(self, batch: int, query: int) -> bool:
@@ -235,3 +223,20 @@ class BucketGrid:
             most = smallest_at_least(self.decode_blocks, min(batch * row_blocks, self.decode_blocks[-1]))
             found |= {DecodeBucket(batch, blocks) for blocks in self.decode_blocks if least <= blocks <= most}
         return sorted(found, key=lambda bucket: (bucket.batch, bucket.blocks), reverse=True)
+
+
+class ExactGrid(BucketGrid):
+    """The grid of a process that compiles nothing: a shape is what is needed, up to the largest bucket."""
+
+    def _step(self, ladder: Sequence[int], value: int, multiple: int = 1) -> int:
+        """``value``, rounded up to ``multiple`` where the ladder's top allows it."""
+        return min(super()._step(ladder, value), round_up(value, multiple))
+
+    def fits_one_forward(self, batch: int, query: int, shortest: int | None = None) -> bool:
+        """As in a ``BucketGrid``, and none of them is padded for the others."""
+        if batch == 1 or batch > self.prefill_batches[-1]:
+            return self._fits_as_listed(batch, query)
+        query = round_up(query, self._query_multiple)
+        is_even = shortest is None or round_up(shortest, self._query_multiple) == query
+        staging = batch * self.boundaries_within(query)
+        return is_even and batch * query <= self.max_prefill_rows and staging <= self.num_staging

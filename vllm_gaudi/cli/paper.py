@@ -38,6 +38,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_gaudi.cli import UsageError
 from vllm_gaudi.platform import HpuPlatform
+from vllm_gaudi.v1.worker import execution
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
 from vllm_gaudi.v1.worker.hpu_worker import HPUWorker
 
@@ -114,7 +115,7 @@ class PaperWorker(HPUWorker):
 
     def init_device(self) -> None:
         self.device = META
-        self.model_runner = PaperRunner(self.vllm_config, META)
+        self.model_runner = PaperRunner(self.vllm_config, META, execution.choose(self.model_config.enforce_eager))
 
     def _total_memory(self) -> int:
         return self._total

@@ -133,8 +133,9 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         q, k, v = self._split_heads(convolved)
         g, beta = self._ops.gdn_gating(self.A_log, a, b, self.dt_bias)
         conv.index_copy_(0, meta.state_write, tail)
-        if meta.state_rows is not None:
-            return self._ops.recurrent_gated_delta_rule_(q, k, v, g, beta, [ssm[row] for row in meta.state_rows])
+        if meta.hints is not None:
+            states = [ssm[row] for row in meta.hints.state_indices]
+            return self._ops.recurrent_gated_delta_rule_(q, k, v, g, beta, states)
         out, state = self._ops.recurrent_gated_delta_rule(q, k, v, g, beta, ssm.index_select(0, meta.state_read))
         ssm.index_copy_(0, meta.state_write, state)
         return out

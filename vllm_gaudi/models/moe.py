@@ -78,5 +78,6 @@ class HPUUnquantizedFusedMoEMethod(UsesOps, UnquantizedFusedMoEMethod):
     ) -> torch.Tensor:
         """[T, hidden] and [T, experts] -> [T, hidden]; the sum over a token's experts, not yet reduced over ranks."""
         weights, ids = self._ops.route(router_logits, layer.top_k, layer.renormalize)
-        meta = get_forward_context().attn_metadata
-        return self._ops.experts(x, self._experts, weights, ids, row_tile=meta.row_tile, pieces=meta.pieces)
+        gemm_rows = get_forward_context().attn_metadata.expert_gemm_rows
+        rows = {} if gemm_rows is None else {"gemm_rows": gemm_rows}
+        return self._ops.experts(x, self._experts, weights, ids, **rows)

@@ -4,21 +4,24 @@
 Owns: the fixed GEMM shape. A BLAS picks its kernel by shape, so `F.linear` over 3 rows and over 300 rows may round a
 row differently. And how a host lays a weight out for such products: `columns_first` for all of them, `pack_weight` for
 those of few rows, where a BLAS spends a third of its time on rearranging the weight.
-Never: computes anything else; row_tile is a deployment constant, chosen by the caller, the same for a model's whole
+Never: computes anything else; the tile is a deployment constant, chosen by the caller, the same for a model's whole
 life, and so is whether a weight is packed.
 Ordering rule: tiles from the first row on; the last tile is filled with zero rows that are dropped afterwards. Zeros,
 not scratch: measured with bf16 on AMX and a K that is no multiple of 8, a NaN row leaks into the row before it. Where
-the host knows which rows are real it may name the products itself, as `Pieces`.
+the host knows which rows are real it may name the products itself, as `GemmRows.slices`.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-Pieces = Iterable[tuple[int, int]]
-"""First row and rows of each product, apart and in order."""
+
+class GemmRows(NamedTuple):
+    """How a forward's token rows are cut into matrix products."""
+
+    tile: int  # rows of every product
+    slices: tuple[tuple[int, int], ...] | None = None  # instead: first row and rows of each, disjoint and in order
 
 
 class PackedWeight(NamedTuple):
@@ -45,24 +48,22 @@ def row_tiled_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    row_tile: int,
+    gemm_rows: GemmRows | None,
     packed: PackedWeight | None = None,
-    pieces: Pieces | None = None,
 ) -> torch.Tensor:
     """x [rows, K] @ weight [N, K]^T + bias [N] or None -> [rows, N] in x.dtype. Nothing is mutated.
 
-    row_tile > 0: every GEMM has exactly row_tile rows, so a row's bits depend on the row alone. row_tile == 0: one
-    F.linear. `packed` is the same weight and serves the products of its rows. `pieces` are run instead of tiles; a row
-    in none of them comes out as zeros. Raises ValueError for a negative row_tile.
+    gemm_rows: every GEMM has exactly `tile` rows, so a row's bits depend on the row alone; with `slices` these are run
+    instead, and a row in none of them comes out as zeros. None: one F.linear. `packed` is the same weight and serves
+    the products of its rows.
     """
-    if row_tile < 0:
-        raise ValueError(f"row_tile is {row_tile}: use 0 (one GEMM) or a positive number of rows")
-    if row_tile == 0:
+    if gemm_rows is None:
         return F.linear(x, weight, bias)
     rows = x.shape[0]
-    if pieces is not None:
+    row_tile, slices = gemm_rows
+    if slices is not None:
         out = x.new_zeros(rows, weight.shape[0])
-        for first, count in pieces:
+        for first, count in slices:
             out[first : first + count] = _product(x[first : first + count].contiguous(), weight, bias, packed)
         return out
     num_tiles = -(-rows // row_tile)

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.ops.oracles import error
-from vllm_gaudi import device
 from vllm_gaudi.ops.registry import resolve
 from vllm_gaudi.testing.engine import engine, greedy
+from vllm_gaudi.v1.worker import execution
 
 pytestmark = pytest.mark.hpu
 
@@ -63,13 +63,13 @@ def experts_error(runner: Any) -> float:
     assert len(x) == 64
     weights, ids = resolve("route", "cpu")(F.linear(x, gate), routed.top_k, routed.renormalize)
     prepared = resolve("prepare_experts", "cpu")(routed.w13_weight.cpu(), routed.w2_weight.cpu())
-    wanted = resolve("experts", "cpu")(x, prepared, weights, ids, row_tile=0).double()
+    wanted = resolve("experts", "cpu")(x, prepared, weights, ids).double()
 
     torch._dynamo.reset()
-    backend = device.compile_backend() or "aot_eager"
+    backend = execution.choose(enforce_eager=False).backend or "aot_eager"
     compiled = torch.compile(layer, backend=backend, dynamic=False, fullgraph=True)
     given = x.to(runner.device)
-    metadata = SimpleNamespace(row_tile=0, pieces=None)
+    metadata = SimpleNamespace(expert_gemm_rows=None)
     with set_forward_context(metadata, runner.vllm_config, num_tokens=len(x), slot_mapping={}):
         found = compiled(given, given)
         wanted += layer.shared_experts._layer(given).cpu().double()

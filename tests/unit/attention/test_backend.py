@@ -38,7 +38,6 @@ def prefill(batch, query, table, starts, lengths, places):
         batch=batch,
         query=query,
         kernel_block=KERNEL,
-        row_tile=0,
         slot_mapping=longs(*places),
         state_read=longs(*range(batch)),
         state_write=longs(*range(batch)),
@@ -51,7 +50,6 @@ def decode(batch, places, block_list, block_rows, block_lens, row_first):
         batch=batch,
         query=1,
         kernel_block=KERNEL,
-        row_tile=0,
         slot_mapping=longs(*places),
         state_read=longs(*range(batch)),
         state_write=longs(*range(batch)),
@@ -130,7 +128,7 @@ class TestForward:
     def test_keys_and_values_of_all_rows_are_in_the_cache_before_any_row_attends(self, backend):
         impl, log = backend.HPUAttentionImpl(HEADS, HEAD, 0.5, KV_HEADS), []
 
-        def attend(query, *_, kernel_block, start_range=None):
+        def attend(query, *_, kernel_block, query_start_range=None):
             assert kernel_block == KERNEL
             log.append("attend")
             return query

@@ -16,6 +16,7 @@ from vllm_gaudi.bucketing.grid import (
     MOST_DECODE_TOKENS,
     BucketGrid,
     DecodeBucket,
+    ExactGrid,
     PrefillBucket,
     RowTiles,
 )
@@ -91,7 +92,7 @@ def test_every_decode_that_a_step_can_run_has_its_bucket_in_the_grid(given, data
 def test_an_exact_grid_pads_to_row_tiles_and_stays_within_the_listed_buckets(given, data):
     multiple = given["query_multiple"]
     given["block_size"] = data.draw(st.sampled_from([0, 16, 48, 96, 640]))
-    grid, listed = BucketGrid(**given, is_exact=True), BucketGrid(**given)
+    grid, listed = ExactGrid(**given), BucketGrid(**given)
     query = data.draw(st.integers(1, min(given["max_query"], given["max_context"])))
     shortest = data.draw(st.integers(1, query))
     batch = data.draw(st.integers(1, given["max_batch"]))
@@ -111,15 +112,7 @@ def test_an_exact_grid_pads_to_row_tiles_and_stays_within_the_listed_buckets(giv
 
 
 def test_an_exact_grid_pads_no_sequence_for_another():
-    grid = BucketGrid(
-        query_multiple=64,
-        max_query=512,
-        max_batch=8,
-        max_context=1000,
-        kernel_block=128,
-        max_blocks=90,
-        is_exact=True,
-    )
+    grid = ExactGrid(query_multiple=64, max_query=512, max_batch=8, max_context=1000, kernel_block=128, max_blocks=90)
     assert grid.fits_one_forward(3, 128, 65) and grid.prefill(3, 128, 128) == PrefillBucket(3, 128, 1)
     assert not grid.fits_one_forward(3, 128, 64)
     assert grid.fits_one_forward(3, 170, 129) is False, "three times 192 rows are too many"
@@ -130,14 +123,14 @@ def test_an_exact_grid_pads_no_sequence_for_another():
 def test_an_exact_grid_keeps_no_more_boundaries_in_a_forward_than_the_listed_buckets_do():
     """Two prompts of 64 rows would need four staging rows where the ladder has three: its two are padded to four."""
     limits = {"query_multiple": 64, "max_query": 112, "max_batch": 8, "max_context": 512, "kernel_block": 16}
-    grid = BucketGrid(**limits, max_blocks=90, block_size=48, is_exact=True)
+    grid = ExactGrid(**limits, max_blocks=90, block_size=48)
     assert grid.num_staging == BucketGrid(**limits, max_blocks=90, block_size=48).num_staging == 3
     assert not grid.fits_one_forward(2, 50, 50)
-    assert BucketGrid(**limits, max_blocks=90, is_exact=True).fits_one_forward(2, 50, 50)
+    assert ExactGrid(**limits, max_blocks=90).fits_one_forward(2, 50, 50)
 
 
 @pytest.mark.parametrize(
-    ("length", "pieces"),
+    ("length", "slices"),
     [
         (0, []),
         (1, [(0, 16)]),
@@ -150,9 +143,9 @@ def test_an_exact_grid_keeps_no_more_boundaries_in_a_forward_than_the_listed_buc
         (161, [(0, 64), (64, 64), (128, 64)]),
     ],
 )
-def test_a_last_tile_at_most_half_full_is_cut(length, pieces):
-    assert RowTiles(64, 16, 16).pieces(length) == pieces
-    assert RowTiles(64, 16).pieces(length) == [(row, 64) for row in range(0, length, 64)]
+def test_a_last_tile_at_most_half_full_is_cut(length, slices):
+    assert RowTiles(64, 16, 16).gemm_slices(length) == slices
+    assert RowTiles(64, 16).gemm_slices(length) == [(row, 64) for row in range(0, length, 64)]
 
 
 @given(limits())

@@ -86,7 +86,6 @@ def metadata(slots, query, lengths=None, batch=None):
         batch=batch,
         query=query,
         kernel_block=16,
-        row_tile=0,
         slot_mapping=none,
         state_read=torch.tensor([*slots, *[ZERO] * pads]),
         state_write=torch.tensor([*slots, *[TRASH] * pads]),
@@ -264,7 +263,7 @@ class TestRowTiles:
         from vllm_gaudi.models.linear import RowTiledLinearMethod, install_row_tiles
 
         before = {name: module.weight.clone() for name, module in model.items()}
-        assert install_row_tiles(model, tile) == 2
+        assert install_row_tiles(model, tile, 16) == 2
         for name, module in model.items():
             assert type(module.quant_method) is RowTiledLinearMethod
             assert torch.equal(module.weight, before[name])

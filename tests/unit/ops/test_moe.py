@@ -6,6 +6,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tests.unit.ops.oracles import NAN, error
+from vllm_gaudi.ops.linear import GemmRows
 from vllm_gaudi.ops.moe import hpu as moe_hpu
 from vllm_gaudi.ops.moe import reference
 from vllm_gaudi.ops.moe.cpu import experts, prepare_experts
@@ -38,11 +39,11 @@ def test_routing_is_a_softmax(renormalize, dtype):
 
 @shapes
 @dtypes
-@pytest.mark.parametrize("tile", [0, 16])
-def test_experts_are_their_weighted_sum(num_experts, top_k, hidden, inner, dtype, tile):
+@pytest.mark.parametrize("gemm_rows", [None, GemmRows(16)], ids=["whole", "tiled"])
+def test_experts_are_their_weighted_sum(num_experts, top_k, hidden, inner, dtype, gemm_rows):
     x, (w13, w2) = torch.randn(11, hidden).to(dtype), weights_of(num_experts, hidden, inner, dtype)
     weights, ids = route(torch.randn(11, num_experts), top_k, True)
-    out = experts(x, prepare_experts(w13, w2), weights, ids, row_tile=tile)
+    out = experts(x, prepare_experts(w13, w2), weights, ids, gemm_rows=gemm_rows)
     assert out.dtype == dtype
     assert error(out, reference.experts(x, w13, w2, weights, ids)) < (1e-6 if dtype == torch.float32 else 1e-2)
 
@@ -60,7 +61,7 @@ def test_bits_do_not_depend_on_the_other_rows(threads, num_experts, top_k, hidde
 
     def run(rows):
         weights, ids = route(logits[rows].clone(), top_k, False)
-        return experts(x[rows].clone(), prepared, weights, ids, row_tile=16)
+        return experts(x[rows].clone(), prepared, weights, ids, gemm_rows=GemmRows(16))
 
     want = run(slice(0, 70))
     for rows in (slice(0, 1), slice(3, 20), slice(39, 70), slice(69, 70)):
@@ -74,7 +75,7 @@ def test_an_expert_nobody_chose_may_hold_anything():
     w13, w2 = weights_of(3, 8, 4, torch.float32)
     w13[1] = NAN
     x, ids = torch.randn(2, 8), torch.tensor([[0, 2], [2, 0]], dtype=torch.int32)
-    out = experts(x, prepare_experts(w13, w2), torch.full((2, 2), 0.5), ids, row_tile=0)
+    out = experts(x, prepare_experts(w13, w2), torch.full((2, 2), 0.5), ids)
     assert bool(out.isfinite().all())
 
 

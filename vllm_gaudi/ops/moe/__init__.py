@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_gaudi.ops.linear import Pieces
-
 Prepared = Sequence[Any]
 """Tensors in a form that is a variant's own."""
 
@@ -32,7 +30,7 @@ class Experts(Protocol):
     """sum over a row's chosen experts e of weight_e * W2_e (SiLU(gate_e x) * (up_e x)).
 
     x [T, H]; prepared: by `prepare_experts` of the same variant; weights [T, k] float32; ids [T, k] int32 in 0..E-1,
-    distinct within a row; row_tile and pieces as in `row_tiled_linear`. Returns [T, H] in x.dtype. Nothing is mutated.
+    distinct within a row. Returns [T, H] in x.dtype. Nothing is mutated.
     """
 
     def __call__(
@@ -41,7 +39,4 @@ class Experts(Protocol):
         prepared: Prepared,
         weights: torch.Tensor,
         ids: torch.Tensor,
-        *,
-        row_tile: int,
-        pieces: Pieces | None = None,
     ) -> torch.Tensor: ...

@@ -14,7 +14,6 @@ on the host: dynamo looks at each one at every call, which takes 0.2 ms for a la
 
 import torch
 
-from vllm_gaudi.ops.linear import Pieces
 from vllm_gaudi.ops.moe import Prepared
 
 EXPERTS_PER_CALL = 64  # two weights of each are arguments of one operator: 512 experts would be 1,024
@@ -35,11 +34,8 @@ def experts(
     prepared: Prepared,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    *,
-    row_tile: int,
-    pieces: Pieces | None = None,
 ) -> torch.Tensor:
-    """`Experts`, except its bitwise promise; row_tile and pieces are unused."""
+    """`Experts`, except its bitwise promise."""
     routing, router_weights = ids.long(), weights.to(x.dtype)
     parts = [
         torch.ops.hpu.mixture_of_experts(

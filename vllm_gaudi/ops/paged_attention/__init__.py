@@ -47,9 +47,6 @@ class PagedPrefillAttention(Protocol):
     query_start  [N] int32     position (tokens) of q[:, 0], >= 0; query i sees key position j iff j <= query_start + i
     scale        factor on the scores
     kernel_block tokens of a kernel block
-    tile_tokens  context tokens per online-softmax step; equal in all calls that must agree bitwise
-    start_range  the least and the largest of query_start; with it, steps that no query sees are left out, and those
-                 that every query sees have no mask, which changes no bit. None: not known
 
     Returns [N, Q, H, D] in q.dtype; rows of pad queries are finite garbage. Nothing is mutated. A query's bits depend
     neither on N, Q and M, nor on how the sequence was cut.
@@ -65,8 +62,6 @@ class PagedPrefillAttention(Protocol):
         scale: float,
         *,
         kernel_block: int,
-        tile_tokens: int = 256,
-        start_range: tuple[int, int] | None = None,
     ) -> torch.Tensor: ...
 
 

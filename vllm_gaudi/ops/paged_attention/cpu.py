@@ -48,9 +48,14 @@ def paged_prefill_attention(
     *,
     kernel_block: int,
     tile_tokens: int = 256,
-    start_range: tuple[int, int] | None = None,
+    query_start_range: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """`PagedPrefillAttention`. A query's bits depend neither on N, Q and M, nor on how the sequence was cut."""
+    """`PagedPrefillAttention`. A query's bits depend neither on N, Q and M, nor on how the sequence was split.
+
+    tile_tokens        context tokens per online-softmax step; equal in all calls that must agree bitwise
+    query_start_range  the least and the largest of query_start; with it, steps that no query sees are left out, and
+                       those that every query sees have no mask, which changes no bit. None: not known
+    """
     batch, num_queries, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     rows_per_gemm = heads // kv_heads * QUERY_TILE
@@ -66,7 +71,7 @@ def paged_prefill_attention(
     sees = sees[:, :, None, :, None].expand(-1, -1, kv_heads, -1, heads // kv_heads)
     sees = sees.reshape(num_tiles, batch * kv_heads, rows_per_gemm, 1)
 
-    first, last = start_range or (-1 - tile_tokens * num_tiles, table_tokens)
+    first, last = query_start_range or (-1 - tile_tokens * num_tiles, table_tokens)
     running: list[_Softmax | None] = [None] * num_tiles
     for start in range(0, table_tokens, tile_tokens):
         if start >= last + num_tiles * QUERY_TILE:

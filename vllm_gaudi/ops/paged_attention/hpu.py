@@ -37,13 +37,8 @@ def paged_prefill_attention(
     scale: float,
     *,
     kernel_block: int,
-    tile_tokens: int = 256,
-    start_range: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """`PagedPrefillAttention`, except its bitwise promise.
-
-    tile_tokens and start_range are unused.
-    """
+    """`PagedPrefillAttention`, except its bitwise promise."""
     from vllm_gaudi.device import kernels
 
     sdpa = kernels().FusedSDPA

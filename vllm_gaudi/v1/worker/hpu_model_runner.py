@@ -17,7 +17,7 @@ Never: tensor arithmetic, a branch on the model's family, or padding.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,13 +27,13 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_gaudi import device, envs
+from vllm_gaudi import device
 from vllm_gaudi.bucketing.grid import (
     CONFIG_KEYS,
-    DECODE_ROW_TILE,
     PREFILL_ROW_TILE,
     BucketGrid,
     DecodeBucket,
+    ExactGrid,
     PrefillBucket,
     RowTiles,
 )
@@ -41,6 +41,7 @@ from vllm_gaudi.models.attention import install_attention
 from vllm_gaudi.models.linear import install_row_tiles
 from vllm_gaudi.v1.core.gdn_checkpoint import GDNCheckpointSpec
 from vllm_gaudi.v1.core.sched.block_size import check_groups
+from vllm_gaudi.v1.worker.execution import ExecutionMode
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import make_layout
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import plan_checkpoints
 from vllm_gaudi.v1.worker.gdn_checkpoint.store import GDNCheckpointStore, StateZeroer
@@ -73,14 +74,14 @@ class PendingStep:
 class HPUModelRunner:
     """One rank's model, caches and requests. ``initialize_kv_cache`` completes it."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, mode: ExecutionMode):
         self.vllm_config = vllm_config
         self.device = device
+        self.mode = mode
         scheduler = vllm_config.scheduler_config
         self.max_num_seqs = scheduler.max_num_seqs
         self.max_num_tokens = scheduler.max_num_batched_tokens
         self.is_async = bool(scheduler.async_scheduling)
-        self.is_eager_host = False  # nothing is compiled: one shape is as good as another, host numbers cost nothing
         self.model: torch.nn.Module
         self.graphs: GraphRunner
         self.caches: KVCaches
@@ -107,12 +108,9 @@ class HPUModelRunner:
             load_config.load_format = "dummy"
         loader = get_model_loader(load_config)
         self.model = loader.load_model(vllm_config=self.vllm_config, model_config=self.vllm_config.model_config)
-        backend = None if self.vllm_config.model_config.enforce_eager else device.compile_backend()
-        is_plain = backend is None and not device.is_hpu() and device.has_row_tiles()
-        self.is_eager_host = is_plain and envs.get("VLLM_GAUDI_HOST_SHORTCUTS")
-        install_row_tiles(self.model, DECODE_ROW_TILE if self.is_eager_host else 0)
+        install_row_tiles(self.model, self.mode.packed_rows, self.mode.logits_row_tile)
         install_attention(self.model)
-        self.graphs = GraphRunner(self.model, self.vllm_config, backend)
+        self.graphs = GraphRunner(self.model, self.vllm_config, self.mode.backend)
 
     @property
     def layers(self) -> dict[str, Any]:
@@ -136,7 +134,8 @@ class HPUModelRunner:
         geometry = CacheGeometry.from_config(kv_cache_config)
         self.cached_groups = geometry.gdn_groups if self.vllm_config.cache_config.enable_prefix_caching else ()
         additional = self.vllm_config.additional_config
-        self.grid = BucketGrid(
+        grid_class = ExactGrid if self.mode.exact_shapes else BucketGrid
+        self.grid = grid_class(
             query_multiple=PREFILL_ROW_TILE,
             max_query=self.max_num_tokens,
             max_batch=self.max_num_seqs,
@@ -145,7 +144,6 @@ class HPUModelRunner:
             max_blocks=sys.maxsize if for_profile else geometry.num_kernel_blocks,
             block_size=geometry.block_size if self.cached_groups else 0,
             overrides={key: additional[key] for key in CONFIG_KEYS if key in additional},
-            is_exact=self.is_eager_host,
         )
         self.caches = KVCaches(
             geometry,
@@ -154,7 +152,7 @@ class HPUModelRunner:
             self.max_num_seqs,
             self.grid.num_staging,
             self.device,
-            poison=envs.get("VLLM_GAUDI_POISON"),
+            poison=self.mode.poison,
         )
         self._build_store(kv_cache_config)
         self.slots = SlotPool(self.max_num_seqs)
@@ -162,23 +160,17 @@ class HPUModelRunner:
         self.inputs = InputBuilder(
             self.grid,
             PadRows(geometry.spare_block, self.caches.zero_row, self.caches.trash_row, self.caches.first_staging_row),
-            self._row_tiles(geometry),
+            tiles=_row_tiles(self.mode.row_tiles, geometry),
+            expert_tiles=_row_tiles(self.mode.expert_row_tiles, geometry),
+            with_hints=self.mode.host_hints,
             attention_group=geometry.attention_group,
             kernel_block=geometry.kernel_block,
             kernel_blocks_per_block=geometry.kernel_blocks_per_block,
             num_slots=self.max_num_seqs,
             position_axes=3 if self.vllm_config.model_config.uses_mrope else 1,
             device=self.device,
-            with_host_rows=self.is_eager_host,
         )
         self.sampling = SamplingState(self.vllm_config, self.device, self.grid.decode_batches)
-
-    def _row_tiles(self, geometry: CacheGeometry) -> RowTiles:
-        if not device.has_row_tiles():
-            return RowTiles(0, 0)
-        chunks_fill_tiles = bool(geometry.gdn_groups) and geometry.gdn_chunk == PREFILL_ROW_TILE
-        tail = DECODE_ROW_TILE if self.is_eager_host and chunks_fill_tiles else 0
-        return RowTiles(PREFILL_ROW_TILE, DECODE_ROW_TILE, tail)
 
     def drop_kv_cache(self) -> None:
         """Undo ``initialize_kv_cache``: no layer and no owner holds a page or a state any more."""
@@ -233,10 +225,10 @@ class HPUModelRunner:
         On Gaudi nothing runs while it is compiled, so what pads read is written anew, two shapes run for real, and so
         do the operators outside the graphs, each of which is compiled at its first run with a shape.
         """
-        if self.grid.is_exact:
+        if self.mode.exact_shapes:
             self.finish_warm_up()
             return 0
-        if device.is_hpu():
+        if self.mode.on_hpu:
             self.run_pads(self.grid.all_decode()[-1])  # makes what lives on, where it is known to be made
         with device.compile_only() as nothing_ran:
             count = warm_up(self.grid, self.run_pads, show_progress)
@@ -358,3 +350,10 @@ class HPUModelRunner:
                     self.prompt_logprobs.fill(request, start + offset, count, chunk, num_logprobs)
             if end >= request.num_prompt:
                 finished[request.req_id] = self.prompt_logprobs.take(request, num_logprobs)
+
+
+def _row_tiles(tiles: RowTiles | None, geometry: CacheGeometry) -> RowTiles | None:
+    """``tiles``, without short ones where the chunks of a prompt do not fill the others."""
+    if tiles is None or (geometry.gdn_groups and geometry.gdn_chunk == tiles.prefill):
+        return tiles
+    return replace(tiles, short_tile=0)

@@ -22,9 +22,10 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm.v1.worker.workspace import init_workspace_manager
 
-from vllm_gaudi import compat, device, envs
+from vllm_gaudi import compat, device
 from vllm_gaudi.planning import MemoryBudget, conversations
 from vllm_gaudi.v1.core.sched.block_size import kernel_block_size
+from vllm_gaudi.v1.worker import execution
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ class HPUWorker(WorkerBase):
         )
         set_random_seed(self.model_config.seed)
         init_workspace_manager(self.device, 1)
-        self.model_runner = HPUModelRunner(self.vllm_config, self.device)
+        mode = execution.choose(self.model_config.enforce_eager)
+        logger.info("%s", mode.describe())
+        self.model_runner = HPUModelRunner(self.vllm_config, self.device, mode)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         with set_current_vllm_config(self.vllm_config):
@@ -121,7 +124,7 @@ class HPUWorker(WorkerBase):
                 f"{self.scheduler_config.max_num_seqs} slots and {num_staging} staging rows "
                 f"{_gib(state_bytes)}; raise --gpu-memory-utilization or --kv-cache-memory-bytes, or lower "
                 "--max-num-seqs or --max-num-batched-tokens"
-                + ("" if device.is_hpu() else " (on a CPU host, raise VLLM_GAUDI_HOST_MEMORY_GIB)")
+                + ("" if self.model_runner.mode.on_hpu else " (on a CPU host, raise VLLM_GAUDI_HOST_MEMORY_GIB)")
             )
         return available
 
@@ -159,7 +162,7 @@ class HPUWorker(WorkerBase):
         given = (self.cache_config.kv_cache_memory_bytes, self.cache_config.num_gpu_blocks_override)
         found = None
         with set_current_vllm_config(self.vllm_config):
-            if device.is_hpu() or given == (None, None):
+            if self.model_runner.mode.on_hpu or given == (None, None):
                 with device.PeakMemory() as peak:
                     self.model_runner.profile_run()
                     device.synchronize()
@@ -201,7 +204,7 @@ class HPUWorker(WorkerBase):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         start = time.perf_counter()
-        if envs.get("VLLM_SKIP_WARMUP"):
+        if not self.model_runner.mode.warm_up:
             logger.info("Warm-up is skipped (VLLM_SKIP_WARMUP)")
             self.model_runner.finish_warm_up()
         else:

@@ -17,8 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_gaudi.attention.metadata import DecodeAttention, HPUAttentionMetadata, KeptBoundaries, PrefillAttention
+from vllm_gaudi.attention.metadata import (
+    DecodeAttention,
+    HostHints,
+    HPUAttentionMetadata,
+    KeptBoundaries,
+    PrefillAttention,
+)
 from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket, RowTiles
+from vllm_gaudi.ops.linear import GemmRows
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import Crossed, RowCopies
 from vllm_gaudi.v1.worker.requests import StepRequests
 
@@ -51,32 +58,34 @@ class InputBuilder:
 
     ``attention_group``: index of the attention group in the step's block tables; ``kernel_block`` tokens;
     ``kernel_blocks_per_block``; ``num_slots``; ``position_axes``: 1, or 3 for multi-axis rotary positions;
-    ``with_host_rows``: layers are told in plain numbers, too, where sequences stand.
+    ``tiles``, ``expert_tiles`` and ``with_hints`` as in ``ExecutionMode``.
     """
 
     def __init__(
         self,
         grid: BucketGrid,
         pads: PadRows,
-        tiles: RowTiles,
         *,
+        tiles: RowTiles | None,
+        expert_tiles: RowTiles | None,
+        with_hints: bool,
         attention_group: int,
         kernel_block: int,
         kernel_blocks_per_block: int,
         num_slots: int,
         position_axes: int,
         device: torch.device,
-        with_host_rows: bool = False,
     ):
         self._grid = grid
         self._pads = pads
         self._tiles = tiles
+        self._expert_tiles = expert_tiles
         self._attention_group = attention_group
         self._kernel_block = kernel_block
         self._per_block = kernel_blocks_per_block
         self._axes = position_axes
         self._device = device
-        self._with_host_rows = with_host_rows
+        self._with_hints = with_hints
         # Behind the slots: what pads read, and where the tokens of pads go.
         self._last_tokens = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
         self._pad_slot = num_slots
@@ -195,8 +204,8 @@ class InputBuilder:
             batch=batch,
             query=query,
             kernel_block=self._kernel_block,
-            row_tile=self._tiles.prefill,
-            pieces=self._pieces(bucket, lengths) if members else None,
+            gemm_rows=self._prefill_gemm_rows(self._tiles, bucket, lengths if members else None),
+            expert_gemm_rows=self._prefill_gemm_rows(self._expert_tiles, bucket, lengths if members else None),
             slot_mapping=self._upload(mapping.reshape(-1), np.int64),
             state_read=self._upload(read, np.int64),
             state_write=self._upload(write, np.int64),
@@ -204,9 +213,9 @@ class InputBuilder:
                 block_table=self._upload(table, np.int32),
                 query_start=self._upload(start_of, np.int32),
                 lengths=self._upload(lengths, np.int32),
-                start_range=(int(start_of.min()), int(start_of.max())) if self._with_host_rows else None,
             ),
             kept=kept,
+            hints=self._hints(start_of, slots),
         )
         return ModelInputs(
             bucket=bucket,
@@ -218,15 +227,27 @@ class InputBuilder:
             staged=staged,
         )
 
-    def _pieces(self, bucket: PrefillBucket, lengths: np.ndarray) -> tuple[tuple[int, int], ...] | None:
-        """First row and rows of each matrix product of a prefill, without rows that are pads; None: tile after tile."""
-        if not self._tiles.tail:
+    @staticmethod
+    def _prefill_gemm_rows(
+        tiles: RowTiles | None, bucket: PrefillBucket, lengths: np.ndarray | None
+    ) -> GemmRows | None:
+        """The products of a prefill; with short tiles they leave padding out. ``lengths`` None: a dummy run."""
+        if tiles is None:
             return None
-        return tuple(
+        if not tiles.short_tile or lengths is None:
+            return GemmRows(tiles.prefill)
+        slices = (
             (n * bucket.query + first, rows)
             for n, length in enumerate(lengths.tolist())
-            for first, rows in self._tiles.pieces(length)
+            for first, rows in tiles.gemm_slices(length)
         )
+        return GemmRows(tiles.prefill, tuple(slices))
+
+    def _hints(self, starts: Sequence[int] | np.ndarray, slots: Sequence[int]) -> HostHints | None:
+        """``starts``: tokens before each sequence's first row, those of padding included."""
+        if not self._with_hints:
+            return None
+        return HostHints((int(min(starts, default=0)), int(max(starts, default=0))), tuple(slots))
 
     def _kept_boundaries(
         self, bucket: PrefillBucket, starts: np.ndarray, crossed: Mapping[int, Crossed]
@@ -303,7 +324,8 @@ class InputBuilder:
             batch=batch,
             query=1,
             kernel_block=self._kernel_block,
-            row_tile=self._tiles.decode,
+            gemm_rows=None if self._tiles is None else GemmRows(self._tiles.decode),
+            expert_gemm_rows=None if self._expert_tiles is None else GemmRows(self._expert_tiles.decode),
             slot_mapping=self._upload(mapping, np.int64),
             state_read=self._upload(read, np.int64),
             state_write=self._upload(write, np.int64),
@@ -313,7 +335,7 @@ class InputBuilder:
                 block_lens=self._upload(block_lens, np.int32),
                 row_first=self._upload(row_first, np.int32),
             ),
-            state_rows=tuple(state_slots) if self._with_host_rows else None,
+            hints=self._hints(starts, state_slots),
         )
         return ModelInputs(
             bucket=bucket,

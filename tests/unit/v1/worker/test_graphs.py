@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket, RowTiles
+from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket
 from vllm_gaudi.v1.worker.inputs import InputBuilder, PadRows
 
 pytestmark = pytest.mark.xdist_group("vllm")  # with --dist loadgroup only one process imports it
@@ -20,7 +20,9 @@ def inputs():
     return InputBuilder(
         GRID,
         PadRows(spare_block=30, zero_row=6, trash_row=7),
-        RowTiles(0, 0),
+        tiles=None,
+        expert_tiles=None,
+        with_hints=False,
         attention_group=0,
         kernel_block=16,
         kernel_blocks_per_block=1,

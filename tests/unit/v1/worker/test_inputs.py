@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket, RowTiles
+from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, ExactGrid, PrefillBucket, RowTiles
+from vllm_gaudi.ops.linear import GemmRows
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import Crossed
 from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PadRows
 from vllm_gaudi.v1.worker.requests import StepRequests
@@ -87,7 +88,7 @@ def make(
     tail: int | None = None,
     **overrides: list[int],
 ) -> InputBuilder:
-    grid = BucketGrid(
+    grid = (ExactGrid if is_host else BucketGrid)(
         query_multiple=8,
         max_query=32,
         max_batch=NUM_SLOTS,
@@ -96,19 +97,19 @@ def make(
         max_blocks=max_blocks,
         block_size=KERNEL * PER_BLOCK if caches else 0,
         overrides=overrides,
-        is_exact=is_host,
     )
     builder = InputBuilder(
         grid,
         PadRows(SPARE, ZERO, TRASH, STAGING),
-        RowTiles(64, 16) if tail is None else RowTiles(8, 2, tail),
+        tiles=RowTiles(64, 16) if tail is None else RowTiles(8, 2, tail),
+        expert_tiles=RowTiles(32, 8),
+        with_hints=is_host,
         attention_group=1,
         kernel_block=KERNEL,
         kernel_blocks_per_block=PER_BLOCK,
         num_slots=NUM_SLOTS,
         position_axes=axes,
         device=torch.device("cpu"),
-        with_host_rows=is_host,
     )
     builder.remember(np.arange(NUM_SLOTS, dtype=np.int32), torch.arange(100, 100 + NUM_SLOTS))
     return builder
@@ -118,7 +119,8 @@ def check_prefill(inputs: ModelInputs, rows: list[Row]) -> None:
     """Every value of a prefill forward over ``rows`` (its members), pads included."""
     attn, bucket = inputs.attn, inputs.bucket
     assert isinstance(bucket, PrefillBucket) and attn.decode is None and attn.prefill is not None
-    assert (attn.batch, attn.query, attn.row_tile) == (bucket.batch, bucket.query, 64)
+    assert (attn.batch, attn.query, attn.gemm_rows) == (bucket.batch, bucket.query, GemmRows(64))
+    assert attn.expert_gemm_rows == GemmRows(32)
     assert inputs.input_ids.shape == (bucket.rows,) == attn.slot_mapping.shape
     ids, places = inputs.input_ids.view(attn.batch, -1), attn.slot_mapping.view(attn.batch, -1)
     positions = inputs.positions.view(attn.batch, -1)
@@ -152,7 +154,8 @@ def check_decode(inputs: ModelInputs, rows: list[Row]) -> None:
     """Every value of a decode forward over ``rows`` (its members), pads included."""
     attn, bucket = inputs.attn, inputs.bucket
     assert isinstance(bucket, DecodeBucket) and attn.prefill is None and attn.decode is not None
-    assert (attn.batch, attn.query, attn.row_tile) == (bucket.batch, 1, 16)
+    assert (attn.batch, attn.query, attn.gemm_rows) == (bucket.batch, 1, GemmRows(16))
+    assert attn.expert_gemm_rows == GemmRows(8)
     assert inputs.input_ids.shape == inputs.positions.shape == (bucket.rows,)
     assert attn.slot_mapping.shape == attn.state_read.shape == attn.state_write.shape == (bucket.batch,)
     assert attn.decode.block_list.shape == (bucket.blocks,)
@@ -287,30 +290,30 @@ class TestOnAHostWithoutAnyGraph:
     def test_a_prefill_is_padded_to_the_row_tile_alone(self):
         (forward,) = check(make(is_host=True), Row(0, 8, 17, (3, 4, 5, 6)))
         assert forward.bucket == PrefillBucket(1, 24, 7)
-        assert forward.attn.prefill.start_range == (8, 8)
+        assert forward.attn.hints.query_start_range == (8, 8)
 
     def test_only_chunks_of_one_padded_length_share_a_forward(self):
         rows = Row(0, 0, 3, (1,)), Row(1, 0, 8, (2,)), Row(2, 0, 9, (3, 4)), Row(3, 4, 4, (5,))
         forwards = check(make(is_host=True), *rows)
         assert [forward.members for forward in forwards] == [(0, 1), (2,), (3,)]
-        assert [forward.attn.prefill.start_range for forward in forwards] == [(0, 0), (0, 0), (4, 4)]
+        assert [forward.attn.hints.query_start_range for forward in forwards] == [(0, 0), (0, 0), (4, 4)]
 
     def test_a_decode_is_told_its_rows_and_has_no_pads_in_its_list(self):
         (forward,) = check(make(is_host=True), decode(5, 9, 4, 6), decode(1, 2, 5), decode(3, 3, 7))
         assert forward.bucket == DecodeBucket(3, 5)
-        assert forward.attn.state_rows == (5, 1, 3)
+        assert forward.attn.hints.state_indices == (5, 1, 3)
 
     def test_a_device_is_not_told(self):
         (forward,) = check(make(), decode(5, 9, 4, 6))
-        assert forward.attn.state_rows is None
+        assert forward.attn.hints is None
         (forward,) = check(make(), Row(0, 0, 3, (1,)))
-        assert forward.attn.prefill.start_range is None
-        assert forward.attn.pieces is None
+        assert forward.attn.hints is None
+        assert forward.attn.gemm_rows.slices is None
 
 
-class TestPiecesOfATail:
+class TestGemmSlices:
     @pytest.mark.parametrize(
-        ("length", "pieces"),
+        ("length", "slices"),
         [
             (1, [(0, 2)]),
             (4, [(0, 2), (2, 2)]),
@@ -321,22 +324,22 @@ class TestPiecesOfATail:
             (13, [(0, 8), (8, 8)]),
         ],
     )
-    def test_a_tile_at_most_half_full_is_cut(self, length, pieces):
+    def test_a_tile_at_most_half_full_is_cut(self, length, slices):
         (forward,) = make(is_host=True, tail=2).build(step_of(Row(2, 0, length, (3, 4))), {})
-        assert forward.attn.pieces == tuple(pieces)
+        assert forward.attn.gemm_rows.slices == tuple(slices)
 
     def test_each_sequence_has_its_own_and_pads_have_none(self):
         rows = [Row(slot, 0, length, (slot + 3,)) for slot, length in enumerate((3, 8, 1))]
         (forward,) = make(tail=2, prefill_batch_buckets=[4]).build(step_of(*rows), {})
         assert forward.bucket.batch == 4 and forward.bucket.query == 8
-        assert forward.attn.pieces == ((0, 2), (2, 2), (8, 8), (16, 2))
+        assert forward.attn.gemm_rows.slices == ((0, 2), (2, 2), (8, 8), (16, 2))
 
     def test_what_a_step_computes_of_a_sequence_alone_counts(self):
         (forward,) = make(is_host=True, tail=2).build(step_of(Row(2, 8, 3, (3, 4))), {})
-        assert forward.attn.pieces == ((0, 2), (2, 2))
+        assert forward.attn.gemm_rows.slices == ((0, 2), (2, 2))
 
     def test_dummies_run_all_their_rows(self):
-        assert make(tail=2).dummy(PrefillBucket(1, 8, 2)).attn.pieces is None
+        assert make(tail=2).dummy(PrefillBucket(1, 8, 2)).attn.gemm_rows == GemmRows(8)
 
 
 def test_an_empty_step_has_no_forward():

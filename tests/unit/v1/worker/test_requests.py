@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_gaudi.bucketing.grid import BucketGrid, RowTiles
+from vllm_gaudi.bucketing.grid import BucketGrid
 from vllm_gaudi.v1.worker.inputs import InputBuilder, PadRows
 from vllm_gaudi.v1.worker.requests import RequestTable, StepRequests
 from vllm_gaudi.v1.worker.slots import SlotPool
@@ -337,7 +337,9 @@ def builder() -> InputBuilder:
     return InputBuilder(
         grid,
         PadRows(spare_block=8, zero_row=2, trash_row=3),
-        RowTiles(0, 0),
+        tiles=None,
+        expert_tiles=None,
+        with_hints=False,
         attention_group=1,
         kernel_block=16,
         kernel_blocks_per_block=1,
