@@ -143,7 +143,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = checkpoints.build("q35_dense", "float32", Path(directory))
         with engine(path, enable_prefix_caching=True, block_size=B, max_model_len=4096) as serving:
-            num_groups = serving.runner.caches.geometry.num_groups
+            num_groups = serving.runner.step.caches.geometry.num_groups
             for name in tqdm(WORKLOADS, desc="Workloads", unit="workload"):
                 for share in POOLS:
                     row = {}

@@ -507,7 +507,7 @@ def ordering_rules() -> str:
 def step_order() -> str:
     """The six rules at the head of the model runner."""
     rows: list[list[str]] = []
-    for line in docstring_of(PACKAGE / "v1/worker/hpu_model_runner.py").splitlines():
+    for line in docstring_of(PACKAGE / "v1/worker/step.py").splitlines():
         match = re.match(r"    (\S+ before \S+)\s{2,}(.*)", line)
         if match:
             rows.append([f"**{match[1]}**", match[2]])

@@ -18,9 +18,13 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_gaudi import envs
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 logger = logging.getLogger("vllm.vllm_gaudi.device")
 
@@ -184,6 +188,14 @@ class HostCopy:
             event.synchronize()
             self._event = self._device_tensor = None
         return self._host_tensor
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy of ``array`` on ``device``, not waited for: on a Gaudi the host goes on while it travels."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 def _status_kib(field: str) -> int:

@@ -26,7 +26,7 @@ def blocks_of(serving: Engine, tokens: int) -> list[tuple[int, ...]]:
 
 
 def states_at(serving: Engine, blocks: tuple[int, ...]) -> list[torch.Tensor]:
-    return [words for group, block in enumerate(blocks) for words in serving.runner.store.read(group, block)]
+    return [words for group, block in enumerate(blocks) for words in serving.runner.step.store.read(group, block)]
 
 
 def forget(serving: Engine) -> None:
@@ -37,13 +37,13 @@ def forget(serving: Engine) -> None:
 def staged_per_step(serving: Engine) -> list[int]:
     """Filled, step by step, with the number of checkpoints that a forward has left in staging rows."""
     counts: list[int] = []
-    save = serving.runner.store.save
+    save = serving.runner.step.store.save
 
     def counted(copies: Any) -> None:
-        counts.append(int((copies.rows >= serving.runner.caches.first_staging_row).sum()))
+        counts.append(int((copies.rows >= serving.runner.step.caches.first_staging_row).sum()))
         save(copies)
 
-    serving.runner.store.save = counted
+    serving.runner.step.store.save = counted
     return counts
 
 

@@ -54,7 +54,7 @@ class Watched:
             return stats
 
         serving.scheduler.make_stats = kept
-        store = serving.runner.store
+        store = serving.runner.step.store
         for name, metric in (("save", SAVED), ("restore", RESTORED)):
             setattr(store, name, self._counted(metric, getattr(store, name)))
 
@@ -135,7 +135,7 @@ def test_the_counts_are_what_the_store_did(
         assert it.moved[SAVED] > 20 and it.moved[RESTORED] > 5
         assert it.counts[SAVED] == it.moved[SAVED]
         assert it.counts[RESTORED] == it.moved[RESTORED]
-        assert it.counts[BYTES] == moved * it.engine.runner.store.layout.checkpoint_bytes
+        assert it.counts[BYTES] == moved * it.engine.runner.step.store.layout.checkpoint_bytes
 
 
 @pytest.mark.parametrize(("model", "block_size", "is_async"), SHAPES)

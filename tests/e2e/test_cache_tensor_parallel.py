@@ -30,15 +30,15 @@ def watch(worker: Any) -> tuple[int, int, int]:
     runner = worker.model_runner
     runner.moved = []
     for name in ("save", "restore"):
-        move = getattr(runner.store, name)
+        move = getattr(runner.step.store, name)
 
         def noted(copies: Any, name: str = name, move: Any = move) -> None:
             if copies.num_copies:
                 runner.moved.append((name, copies.rows.tolist(), copies.blocks.tolist()))
             move(copies)
 
-        setattr(runner.store, name, noted)
-    return os.getpid(), hash("a request id"), runner.caches.geometry.num_blocks
+        setattr(runner.step.store, name, noted)
+    return os.getpid(), hash("a request id"), runner.step.caches.geometry.num_blocks
 
 
 def moved(worker: Any) -> list[tuple[str, list[int], list[list[int]]]]:

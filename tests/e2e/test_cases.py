@@ -47,9 +47,9 @@ class Moves:
     plans: list[Any] = field(default_factory=list)
 
     def watch(self, runner: Any) -> None:
-        before = runner.store.before_forward
-        usable = range(1, runner.caches.geometry.num_blocks)
-        slots = range(runner.slots.num_slots)
+        before = runner.step.store.before_forward
+        usable = range(1, runner.step.caches.geometry.num_blocks)
+        slots = range(runner.step.slots.num_slots)
 
         def watched(plan: Any) -> None:
             for copies in (plan.restore, plan.save):
@@ -58,7 +58,7 @@ class Moves:
             self.plans.append(plan)
             before(plan)
 
-        runner.store.before_forward = watched
+        runner.step.store.before_forward = watched
 
     @property
     def restored(self) -> int:
@@ -107,7 +107,7 @@ class Bench:
         self.run([11, 12, 13], greedy(1))
         pool = self.engine.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
-        assert self.engine.runner.slots.num_taken <= 1
+        assert self.engine.runner.step.slots.num_taken <= 1
         assert self.engine.vllm_engine.reset_prefix_cache()
         self.moves.plans.clear()
 
@@ -301,7 +301,7 @@ def test_with_a_budget_of_1_3_blocks_each_boundary_holds_its_own_state(
         bench.step()  # reads every published boundary back
     hashes = bench.live[name].request.block_hashes
     published = {(get_group_id(key), get_block_hash(key)) for key in bench.pool.cached_block_hash_to_block._cache}
-    groups = bench.engine.runner.caches.geometry.num_groups
+    groups = bench.engine.runner.step.caches.geometry.num_groups
     assert len(hashes) == 5 and published == {(g, h) for g in range(groups) for h in hashes}
     bench.engine.take(name)
 
@@ -424,7 +424,7 @@ def test_nan_in_every_free_block_and_slot_is_never_seen(bench: Bench, prompt: Ca
     texts = [prompt(length) for length in (bench.size + 2, 2 * bench.size + 5, 5)]
     references = [bench.cold(text) for text in texts]
     bench.settle()
-    caches = bench.engine.runner.caches
+    caches = bench.engine.runner.step.caches
     blocks = slice(caches.geometry.block_size, caches.geometry.num_tokens)
     with torch.inference_mode():
         for page in (*caches.k, *caches.v):
@@ -450,7 +450,7 @@ def test_requests_that_idle_for_want_of_budget_keep_their_slots(
     bench.settle()
     seen: dict[str, set[int]] = {}
     idled = 0
-    table = bench.engine.runner.requests
+    table = bench.engine.runner.step.requests
     apply = table.apply
 
     def applied(output: Any) -> Any:
@@ -630,7 +630,7 @@ def test_a_checkpoint_missing_in_one_group_shrinks_the_hit_to_a_whole_boundary(
             evicted = {
                 block.block_id
                 for key, cached in pool.cached_block_hash_to_block._cache.items()
-                if get_group_id(key) == bench.engine.runner.caches.geometry.gdn_groups[group]
+                if get_group_id(key) == bench.engine.runner.step.caches.geometry.gdn_groups[group]
                 and get_block_hash(key) == hashes[lost - 1]
                 for block in (cached.values() if isinstance(cached, dict) else [cached])
             }
@@ -763,7 +763,7 @@ def test_with_no_cache_flag_at_all_a_hybrid_caches_and_is_right(
 ) -> None:
     bench = open_bench(fresh=True, enable_prefix_caching="unset")
     assert bench.engine.vllm_engine.vllm_config.cache_config.enable_prefix_caching
-    assert hasattr(bench.engine.runner.store, "layout")
+    assert hasattr(bench.engine.runner.step.store, "layout")
     for length in (2 * bench.size, 3 * bench.size + 4):
         text = prompt(length)
         bench.run(text)

@@ -92,7 +92,7 @@ def reference(request, checkpoint) -> Reference:
     made = Reference(model, checkpoint(model.name, model.dtype))
     with made.open(max_num_batched_tokens=WHOLE) as opened:
         assert (opened.block_size, opened.chunk) == (model.block, model.chunk)
-        assert opened.runner.is_async
+        assert opened.runner.step.is_async
         made.results = alone(opened, model.lengths)
         made.shapes = set(opened.runner.graphs.cold_shapes)
         made.neighbours = {run.__name__: run(opened, model.lengths) for run in (together, backwards, one_by_one)}
@@ -166,14 +166,14 @@ def watch_chunks(opened: Engine, schedule_of: Callable) -> Callable[[], list[int
 def watch_gemm_slices(opened: Engine) -> list[tuple[int, int]]:
     """The products of less than a row tile that prefills are cut into, as they run."""
     cut: list[tuple[int, int]] = []
-    build = opened.runner.inputs.build
+    build = opened.runner.step.inputs.build
 
     def watched(*args: Any) -> Any:
         for inputs in build(*args):
             cut.extend(part for part in inputs.attn.gemm_rows.slices or () if part[1] < inputs.attn.gemm_rows.tile)
             yield inputs
 
-    opened.runner.inputs.build = watched
+    opened.runner.step.inputs.build = watched
     return cut
 
 

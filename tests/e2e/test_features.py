@@ -50,7 +50,7 @@ def flags(is_async):
 @pytest.fixture
 def opened(shelf, is_async, flags):
     it = shelf("q35_dense", **flags)
-    assert it.runner.is_async is is_async
+    assert it.runner.step.is_async is is_async
     return it
 
 
@@ -66,7 +66,7 @@ def assert_all_returned(it: Engine) -> None:
         it.step()
     pool = it.scheduler.kv_cache_manager.block_pool
     assert it.scheduler.requests == {}
-    assert (it.runner.slots.num_taken, len(it.runner.requests)) == (0, 0)
+    assert (it.runner.step.slots.num_taken, len(it.runner.step.requests)) == (0, 0)
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 

@@ -79,7 +79,7 @@ class Held:
     """Bytes of the tensors that an engine holds."""
 
     def __init__(self, opened: Engine):
-        caches = opened.runner.caches
+        caches = opened.runner.step.caches
         kernel_blocks = caches.geometry.num_blocks * caches.geometry.kernel_blocks_per_block
         pages = size((*caches.k, *caches.v))
         self.blocks = caches.geometry.num_blocks
@@ -105,7 +105,9 @@ def test_the_override_is_the_number_of_blocks(name, checkpoint):
     for blocks in (57, 200):
         with engine(checkpoint(name), num_gpu_blocks_override=blocks) as opened:
             assert Held(opened).blocks == blocks_of_scheduler(opened) == blocks
-            assert opened.runner.caches.k[0].shape[0] == opened.runner.caches.geometry.kernel_block * (blocks + 1)
+            assert opened.runner.step.caches.k[0].shape[0] == opened.runner.step.caches.geometry.kernel_block * (
+                blocks + 1
+            )
 
 
 @pytest.mark.parametrize("max_num_seqs", [8, 256])
@@ -130,8 +132,8 @@ def test_given_bytes_hold_slots_and_as_many_blocks_as_fit(name, dtype, block, ma
         held = Held(opened)
         assert held.blocks == blocks_of_scheduler(opened) == (GIVEN - held.state - held.spare) // held.block
         assert 0.97 * GIVEN < held.pool + held.spare + held.state <= GIVEN
-        for tensor in (*opened.runner.caches.conv, *opened.runner.caches.ssm):
-            assert tensor.shape[0] == max_num_seqs + 2 + opened.runner.grid.num_staging
+        for tensor in (*opened.runner.step.caches.conv, *opened.runner.step.caches.ssm):
+            assert tensor.shape[0] == max_num_seqs + 2 + opened.runner.step.grid.num_staging
 
 
 def test_more_slots_cost_exactly_their_bytes_in_blocks(checkpoint):
@@ -144,7 +146,7 @@ def test_more_slots_cost_exactly_their_bytes_in_blocks(checkpoint):
             max_num_seqs=max_num_seqs,
         ) as opened:
             found[max_num_seqs] = Held(opened)
-            staging = opened.runner.grid.num_staging
+            staging = opened.runner.step.grid.num_staging
     few, many = found[8], found[256]
     row = few.state // (10 + staging)
     assert few.state == (10 + staging) * row and many.state == (258 + staging) * row
@@ -213,12 +215,14 @@ def test_a_profile_run_leaves_nothing_behind(checkpoint):
     """The layers read the engine's own pool, not the one of one block that the profile run used."""
     with engine(checkpoint("q35_dense")) as opened:
         runner = opened.runner
-        pages = {id(cache) for cache in (*runner.caches.k, *runner.caches.v)}
+        pages = {id(cache) for cache in (*runner.step.caches.k, *runner.step.caches.v)}
         bound = [
-            layer.kv_cache for name, layer in runner.layers.items() if name in runner.caches.geometry.attention_layers
+            layer.kv_cache
+            for name, layer in runner.layers.items()
+            if name in runner.step.caches.geometry.attention_layers
         ]
         assert {id(tensor) for pair in bound for tensor in pair} == pages
-        states = {id(state) for state in (*runner.caches.conv, *runner.caches.ssm)}
+        states = {id(state) for state in (*runner.step.caches.conv, *runner.step.caches.ssm)}
         gdn = [layer.kv_cache for name, layer in runner.layers.items() if hasattr(layer, "bind_state")]
         assert {id(tensor) for pair in gdn for tensor in pair} == states
         assert runner.graphs.warm_shapes == runner.graphs.cold_shapes == set()

@@ -99,9 +99,11 @@ def wait_for_a_copy(store: Any) -> None:
 @pytest.mark.parametrize("fault", [wait_for_the_device, wait_for_a_copy])
 def test_a_wait_that_no_operator_shows_is_found(fault, checkpoint, monkeypatch):
     with engine(checkpoint("q35_dense")) as serving:
-        before_forward = serving.runner.store.before_forward
+        before_forward = serving.runner.step.store.before_forward
         monkeypatch.setattr(
-            serving.runner.store, "before_forward", lambda plan: (fault(serving.runner.store), before_forward(plan))
+            serving.runner.step.store,
+            "before_forward",
+            lambda plan: (fault(serving.runner.step.store), before_forward(plan)),
         )
         with watch(serving.runner, ALLOWED) as seen:
             serving.generate([list(range(20, 60))], greedy(2))

@@ -88,8 +88,8 @@ def size(tensors: Any) -> int:
 def told_and_held(numbers: dict[str, Any], opened: Engine) -> dict[str, tuple[Any, Any]]:
     """Per number: what the plan says and what the engine has."""
     runner, scheduler = opened.runner, opened.scheduler
-    caches, geometry = runner.caches, runner.caches.geometry
-    layout = getattr(runner.store, "layout", None)
+    caches, geometry = runner.step.caches, runner.step.caches.geometry
+    layout = getattr(runner.step.store, "layout", None)
     block, memory, pool = numbers["block"], numbers["memory"], numbers["pool"]
     fit = numbers["conversations"]["caching_on" if numbers["flags"]["prefix_caching"] else "caching_off"]
     spare = size((*caches.k, *caches.v)) // (geometry.num_kernel_blocks + 1)
@@ -109,14 +109,14 @@ def told_and_held(numbers: dict[str, Any], opened: Engine) -> dict[str, tuple[An
         "weights": (memory["weights"], size(runner.model.parameters())),
         "parameters": (memory["parameters"], sum(p.numel() for p in runner.model.parameters())),
         "states": (memory["states"], size((*caches.conv, *caches.ssm))),
-        "staging": (memory["staging_rows"], runner.grid.num_staging),
-        "slots": (memory["slots"], runner.slots.num_slots),
+        "staging": (memory["staging_rows"], runner.step.grid.num_staging),
+        "slots": (memory["slots"], runner.step.slots.num_slots),
         "available": (memory["available"], opened.core.model_executor.driver_worker.worker.memory.available),
         "fits": (fit["blocks"], geometry.num_blocks),
         "boundary": (numbers["boundary"] is None, layout is None),
     }
     if caches.ssm:
-        rows = caches.first_staging_row + runner.grid.num_staging
+        rows = caches.first_staging_row + runner.step.grid.num_staging
         state = numbers["state"]
         found["row"] = (state["row_bytes"], size((*caches.conv, *caches.ssm)) // rows)
         found["ssm dtype"] = ("torch." + state["ssm_dtype"], str(caches.ssm[0].dtype))
@@ -165,7 +165,7 @@ def test_a_share_of_the_device_with_the_measured_peak_gives_the_same_blocks(
     flags = {**FLAGS, "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.8}
     with engine(checkpoint(name), **{**OF_TESTS, **flags}) as opened:
         memory = opened.core.model_executor.driver_worker.worker.memory
-        blocks = opened.runner.caches.geometry.num_blocks
+        blocks = opened.runner.step.caches.geometry.num_blocks
     path = config_of(name)
     numbers = plan(path, "--memory", 0.25, "--peak", memory.peak / 2**30, *command_line(flags))["numbers"]
     assert memory.peak == 3 * MIB
@@ -178,7 +178,7 @@ def test_a_share_of_the_device_with_the_measured_peak_gives_the_same_blocks(
 def test_caching_off_is_planned_as_it_would_start(checkpoint, config_of, plan):
     fits = plan(config_of("q35_dense"), *command_line(FLAGS))["numbers"]["conversations"]
     with engine(checkpoint("q35_dense"), **{**OF_TESTS, **FLAGS, "enable_prefix_caching": False}) as opened:
-        assert fits["caching_off"]["blocks"] == opened.runner.caches.geometry.num_blocks
+        assert fits["caching_off"]["blocks"] == opened.runner.step.caches.geometry.num_blocks
     assert fits["caching_on"]["blocks"] < fits["caching_off"]["blocks"]
 
 

@@ -205,11 +205,11 @@ def test_off_costs_nothing_and_on_costs_its_staging_rows(checkpoint: Callable[..
         flags = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 2**23, "enable_prefix_caching": caching}
         with engine(checkpoint("q35_dense"), **flags) as serving:
             runner = serving.runner
-            geometry = runner.caches.geometry
-            blocks[caching], states[caching] = geometry.num_blocks, runner.caches.state_bytes
-            assert hasattr(runner.store, "layout") == caching
-            rows = serving.runner.max_num_seqs + 2 + runner.grid.num_staging
-            assert runner.caches.ssm[0].shape[0] == rows and (runner.grid.num_staging > 0) == caching
+            geometry = runner.step.caches.geometry
+            blocks[caching], states[caching] = geometry.num_blocks, runner.step.caches.state_bytes
+            assert hasattr(runner.step.store, "layout") == caching
+            rows = serving.runner.max_num_seqs + 2 + runner.step.grid.num_staging
+            assert runner.step.caches.ssm[0].shape[0] == rows and (runner.step.grid.num_staging > 0) == caching
             block_bytes = geometry.page_bytes * len(geometry.attention_layers)
     staging = states[True] - states[False]
     assert blocks[False] > 100

@@ -79,7 +79,7 @@ class World:
 
     def __post_init__(self):
         runner = self.engine.runner
-        sample, apply = runner.sampling.sample, runner.requests.apply
+        sample, apply = runner.sampling.sample, runner.step.requests.apply
 
         def watched_sample(step: Any, table: Any, place_of: Any, *rest: Any) -> Any:
             logits = runner.sampling.logit_rows.take(list(place_of.values()), len(place_of))
@@ -97,7 +97,7 @@ class World:
             self.num_idle += len(running - set(step.req_ids))
             return step
 
-        runner.sampling.sample, runner.requests.apply = watched_sample, watched_apply
+        runner.sampling.sample, runner.step.requests.apply = watched_sample, watched_apply
 
     # Stepping
 
@@ -120,21 +120,21 @@ class World:
 
     def check_slots(self) -> None:
         scheduler, runner = self.engine.scheduler, self.engine.runner
-        held = {r: s.slot for r, s in runner.requests._requests.items() if s.slot is not None}
+        held = {r: s.slot for r, s in runner.step.requests._requests.items() if s.slot is not None}
         running = {request.request_id for request in scheduler.running}
         not_yet_told = scheduler.finished_req_ids | scheduler.reset_preempted_req_ids
         assert running <= set(held), f"running without a slot: {running - set(held)}"
         assert set(held) <= running | not_yet_told, f"a slot without running: {set(held) - running - not_yet_told}"
-        assert len(set(held.values())) == len(held) == runner.slots.num_taken <= MAX_SEQS, f"slots {held}"
+        assert len(set(held.values())) == len(held) == runner.step.slots.num_taken <= MAX_SEQS, f"slots {held}"
 
     def poison_what_is_free(self) -> None:
-        caches, runner = self.engine.runner.caches, self.engine.runner
+        caches, runner = self.engine.runner.step.caches, self.engine.runner
         pool = self.engine.scheduler.kv_cache_manager.block_pool
         size = caches.geometry.block_size
         free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks() if block.block_hash is None]
         blocks = torch.tensor([0, *free])
         tokens = (blocks[:, None] * size + torch.arange(size)).reshape(-1)
-        held = {s.slot for s in runner.requests._requests.values()}
+        held = {s.slot for s in runner.step.requests._requests.values()}
         slots = torch.tensor([row for row in range(MAX_SEQS) if row not in held] + [caches.trash_row])
         for tensors, rows in ((caches.k + caches.v, tokens), (caches.conv + caches.ssm, slots)):
             for tensor in tensors:
@@ -143,14 +143,14 @@ class World:
     def check_rest(self) -> None:
         """At rest all slots and blocks are back, nothing is remembered, and nobody wrote into ZERO."""
         scheduler, runner = self.engine.scheduler, self.engine.runner
-        assert runner.slots.num_taken == 0
-        assert len(runner.requests) == 0
+        assert runner.step.slots.num_taken == 0
+        assert len(runner.step.requests) == 0
         assert not runner.sampling._states
-        assert not runner.prompt_logprobs._partial
+        assert not runner.step.prompt_logprobs._partial
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        for tensor in runner.caches.conv + runner.caches.ssm:
-            assert not tensor[runner.caches.zero_row].any()
+        for tensor in runner.step.caches.conv + runner.step.caches.ssm:
+            assert not tensor[runner.step.caches.zero_row].any()
 
     # Solo runs
 
@@ -478,14 +478,14 @@ def test_a_victim_of_the_pass_that_has_scheduled_it_resumes_from_what_has_run(ch
     ) as opened:
         (solo,) = opened.generate([patient], greedy(4), cache_salt="solo")
         admitted = []
-        apply = opened.runner.requests.apply
+        apply = opened.runner.step.requests.apply
 
         def watched_apply(output: Any) -> Any:
             step = apply(output)
             admitted.extend(step.num_computed[step.admitted].tolist())
             return step
 
-        opened.runner.requests.apply = watched_apply
+        opened.runner.step.requests.apply = watched_apply
         victim = opened.add(patient, greedy(4), priority=5)
         opened.step()
         opened.add(urgent, greedy(20), priority=0)

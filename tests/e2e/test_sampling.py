@@ -44,7 +44,7 @@ def is_async(request):
 @pytest.fixture
 def opened(shelf, is_async):
     it = shelf("q35_dense", **FLAGS, async_scheduling=is_async)
-    assert it.runner.is_async is is_async
+    assert it.runner.step.is_async is is_async
     return it
 
 
@@ -369,7 +369,7 @@ def test_parameters_survive_preemption(shelf, is_async, is_cached):
 def test_parameters_survive_a_reset_of_the_running_requests(opened, name, request):
     """vLLM preempts and resumes all of them in one step and drops the token that was on its way."""
     rules = CASES[name]
-    if opened.runner.is_async and "seed" in rules.kwargs:
+    if opened.runner.step.is_async and "seed" in rules.kwargs:
         reason = "fault: the dropped token has moved the request's generator, so what is sampled in its place differs"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     alone = opened.generate([PROMPT], rules.params())[0]

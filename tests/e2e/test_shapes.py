@@ -73,13 +73,13 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
     """Filled with one ``Seen`` for each model that an engine loads in the test, from before its first forward."""
     found: list[Seen] = []
-    load_model = HPUModelRunner.load_model
+    init = HPUModelRunner.__init__
 
-    def load_and_watch(self: HPUModelRunner, *args: Any, **kwargs: Any) -> None:
-        load_model(self, *args, **kwargs)
+    def init_and_watch(self: HPUModelRunner, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
         found.append(Seen(self.model))
 
-    monkeypatch.setattr(HPUModelRunner, "load_model", load_and_watch)
+    monkeypatch.setattr(HPUModelRunner, "__init__", init_and_watch)
     yield found
 
 
@@ -126,8 +126,8 @@ def test_a_random_load_gives_the_model_no_shape_that_warm_up_did_not(
     with engine(checkpoint(name), **{**SMALL, "block_size": block, "async_scheduling": is_async, **flags}) as opened:
         (shapes,) = seen
         runner = opened.runner
-        assert runner.graphs.warm_shapes == shapes_of(runner.grid)
-        warm = shapes_of(runner.grid)
+        assert runner.graphs.warm_shapes == shapes_of(runner.step.grid)
+        warm = shapes_of(runner.step.grid)
         assert shapes.forwards >= warm
         shapes.forwards.clear()
         warm_logits = set(shapes.logits_rows)
@@ -142,9 +142,9 @@ def test_a_random_load_gives_the_model_no_shape_that_warm_up_did_not(
 def test_a_shape_outside_the_ladder_would_be_noticed(checkpoint, seen):
     with engine(checkpoint("llama"), **SMALL) as opened:
         (shapes,) = seen
-        warm = shapes_of(opened.runner.grid)
+        warm = shapes_of(opened.runner.step.grid)
         shapes.forwards.clear()
-        opened.runner.grid.prefill_queries = (48, *opened.runner.grid.prefill_queries)
+        opened.runner.step.grid.prefill_queries = (48, *opened.runner.step.grid.prefill_queries)
         opened.generate([[11] * 40])
         assert shapes.forwards - warm == opened.runner.graphs.cold_shapes != set()
 
@@ -156,7 +156,7 @@ def test_prompt_logprobs_bring_no_shape_beyond_the_query_ladder(checkpoint, seen
         results = opened.generate([[11] * length for length in (7, 33, 150)], greedy(2, prompt_logprobs=1))
         assert [len(result.prompt_logprobs) for result in results] == [7, 33, 150]
         assert shapes.forwards <= warm
-        assert shapes.logits_rows <= warm_logits | set(opened.runner.grid.prefill_queries)
+        assert shapes.logits_rows <= warm_logits | set(opened.runner.step.grid.prefill_queries)
 
 
 @pytest.mark.parametrize(("length", "budget"), [(128, 256), (100, 8192), (1024, 2048)])
@@ -182,7 +182,7 @@ def test_a_configured_ladder_is_obeyed(checkpoint, seen):
     flags = {**SMALL, "max_num_batched_tokens": 192}
     with engine(checkpoint("q35_dense"), **flags, additional_config=LADDERS) as opened:
         (shapes,) = seen
-        grid = opened.runner.grid
+        grid = opened.runner.step.grid
         # The top of each ladder is the engine's limit, whatever the configuration says.
         assert grid.prefill_batches == (1, 2, 4)
         assert grid.prefill_queries == (128, 192)
@@ -215,7 +215,7 @@ def test_any_legal_ladder_starts_and_covers_the_load(ladder, checkpoint, seen):
         (shapes,) = seen
         shapes.forwards.clear()
         random_load(opened, num_requests=20)
-        assert shapes.forwards <= shapes_of(opened.runner.grid)
+        assert shapes.forwards <= shapes_of(opened.runner.step.grid)
         assert not opened.runner.graphs.cold_shapes
 
 
@@ -246,7 +246,7 @@ def test_an_illegal_ladder_is_refused_with_a_sentence(ladder, sentence, checkpoi
 def test_warm_up_writes_to_no_block_and_no_slot(name, block, checkpoint):
     """Pages and slots start as NaN; after warm-up they still are, but for the rows of the pads, which are zero."""
     with engine(checkpoint(name), **{**SMALL, "block_size": block}) as opened:
-        caches = opened.runner.caches
+        caches = opened.runner.step.caches
         geometry = caches.geometry
         null, spare = slice(geometry.block_size), slice(geometry.num_tokens, None)
         assert len(opened.runner.graphs.warm_shapes) > 5
@@ -255,10 +255,10 @@ def test_warm_up_writes_to_no_block_and_no_slot(name, block, checkpoint):
             assert torch.isnan(page[null.stop : spare.start]).all()
             assert not page[spare].any() and not page[null].any()
         for state in (*caches.conv, *caches.ssm):
-            assert state.shape[0] == SMALL["max_num_seqs"] + 2 + opened.runner.grid.num_staging
+            assert state.shape[0] == SMALL["max_num_seqs"] + 2 + opened.runner.step.grid.num_staging
             assert torch.isnan(state[: SMALL["max_num_seqs"]]).all()
             assert not state[caches.zero_row].any() and not state[caches.trash_row].any()
-        assert opened.runner.slots.num_taken == 0 and len(opened.runner.requests) == 0
+        assert opened.runner.step.slots.num_taken == 0 and len(opened.runner.step.requests) == 0
         random_load(opened, num_requests=20)
         for state in (*caches.conv, *caches.ssm):
             assert not state[caches.zero_row].any(), "ZERO was written"

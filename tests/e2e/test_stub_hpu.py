@@ -256,7 +256,7 @@ with engine(os.environ["CHECKPOINT"], num_gpu_blocks_override=40, **FLAGS) as se
         facts["makes_lists"] = [call["makes_lists"] for call in calls.of("compile") if call["makes_lists"]]
         facts["creators"] = calls.of("hccl")[:1]
         calls.reset()
-    caches = runner.caches
+    caches = runner.step.caches
     reserved = [t[caches.geometry.num_tokens :] for t in (*caches.k, *caches.v)]
     reserved += [t[caches.zero_row :] for t in (*caches.conv, *caches.ssm)]
     facts["reserved_is_zero"] = all(bool((t == 0).all()) for t in reserved)
@@ -267,7 +267,7 @@ with engine(os.environ["CHECKPOINT"], num_gpu_blocks_override=40, **FLAGS) as se
     facts["hit"] = [[r.cached_tokens, r.tokens] for r in hit]
     facts["hit_is_cold"] = all(torch.equal(a.logits, b.logits) for a, b in zip(hit, cold))
     facts["late"] = [runner.graphs.num_late_graphs, len(runner.graphs.cold_shapes)]
-    facts["is_async"] = runner.is_async
+    facts["is_async"] = runner.step.is_async
     torch.save([r.logits for r in cold], os.environ["LOGITS"])
     if device.is_hpu():
         facts["served"] = Counter(calls.names())

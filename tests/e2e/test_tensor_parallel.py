@@ -106,8 +106,8 @@ def assert_near(answers: dict[str, Answer], wanted: dict[str, Answer]) -> None:
 def facts(worker: Any) -> tuple[Any, ...]:
     """What both ranks must agree on, and the process."""
     runner = worker.model_runner
-    geometry = runner.caches.geometry
-    return os.getpid(), geometry.num_blocks, geometry.block_size, tuple(runner.caches.k[0].shape)
+    geometry = runner.step.caches.geometry
+    return os.getpid(), geometry.num_blocks, geometry.block_size, tuple(runner.step.caches.k[0].shape)
 
 
 @pytest.mark.parametrize(

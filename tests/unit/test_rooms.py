@@ -36,7 +36,11 @@ ROOMS = (
     Room("vllm_gaudi/__init__.py", only=("vllm_gaudi.compat", "vllm_gaudi.models"), at_once=()),
     Room("vllm_gaudi/envs.py", only=()),
     Room("vllm_gaudi/capabilities.py", only=()),
-    Room("vllm_gaudi/device.py", only=("torch", "habana_frameworks", "vllm_gaudi.envs"), at_once=("vllm_gaudi.envs",)),
+    Room(
+        "vllm_gaudi/device.py",
+        only=("numpy", "torch", "habana_frameworks", "vllm_gaudi.envs"),
+        at_once=("vllm_gaudi.envs",),
+    ),
     Room("vllm_gaudi/compat.py", only=("torch", "vllm", "vllm_gaudi.envs", "vllm_gaudi.device"), at_once=()),
     Room(
         "vllm_gaudi/platform.py",

@@ -83,8 +83,8 @@ def _run(serving: Any, texts: list[list[int]], num_tokens: int, **extra: Any) ->
 def _rows(runner: Any, text: list[int]) -> list[Any]:
     import torch
 
-    (slot,) = [state.slot for state in runner.requests._requests.values() if state.prompt == text]
-    rows = [tensor[slot].clone().cpu() for tensor in (*runner.caches.conv, *runner.caches.ssm)]
+    (slot,) = [state.slot for state in runner.step.requests._requests.values() if state.prompt == text]
+    rows = [tensor[slot].clone().cpu() for tensor in (*runner.step.caches.conv, *runner.step.caches.ssm)]
     return [(row.view(torch.uint8), row.float()) for row in rows]
 
 

@@ -98,6 +98,12 @@ class RowTiles:
         return whole + [(row, self.short_tile) for row in range(length - rest, length, self.short_tile)]
 
 
+def decode_batch_buckets(max_batch: int, overrides: Mapping[str, Any]) -> tuple[int, ...]:
+    """Sequences of a decode forward, which are also the sizes that sampling runs in: the user's, or powers of two."""
+    values = overrides.get("decode_batch_buckets")
+    return doubling(1, max_batch) if values is None else explicit("decode_batch_buckets", values, 1, max_batch)
+
+
 class BucketGrid:
     """The ladders of one engine.
 
@@ -139,7 +145,7 @@ class BucketGrid:
         )
         first_context = min(row_blocks, max(1, query_multiple // kernel_block))
         self.prefill_blocks = ladder("prefill_block_buckets", doubling(first_context, row_blocks), 1, row_blocks)
-        self.decode_batches = ladder("decode_batch_buckets", doubling(1, max_batch), 1, max_batch)
+        self.decode_batches = decode_batch_buckets(max_batch, chosen)
         first_blocks = min(all_blocks, max(1, MIN_ROWS // 2))
         self.decode_blocks = ladder("decode_block_buckets", doubling(first_blocks, all_blocks), 1, all_blocks)
         self.max_prefill_rows = top_query

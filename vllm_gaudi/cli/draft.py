@@ -175,7 +175,7 @@ class _Draft:
 
     def _numbers(self, drawn: Any) -> Numbers:
         config, runner, memory = drawn.config, drawn.runner, drawn.worker.memory
-        geometry, is_cached = runner.caches.geometry, config.cache_config.enable_prefix_caching
+        geometry, is_cached = runner.step.caches.geometry, config.cache_config.enable_prefix_caching
         scheduler, model = config.scheduler_config, config.model_config
         length = model.max_model_len
         flags = Flags(
@@ -198,7 +198,7 @@ class _Draft:
             block_bytes=geometry.page_bytes * len(geometry.attention_layers),
         )
         state = _state(drawn) if geometry.gdn_groups else None
-        layout = getattr(runner.store, "layout", None)
+        layout = getattr(runner.step.store, "layout", None)
         boundary = None
         if layout is not None:
             boundary = Boundary(
@@ -228,7 +228,7 @@ class _Draft:
                 peak=memory.peak,
                 slots=runner.max_num_seqs,
                 reserved_rows=NUM_RESERVED_ROWS,
-                staging_rows=runner.grid.num_staging,
+                staging_rows=runner.step.grid.num_staging,
                 states=memory.states,
                 spare=memory.spare,
                 available=memory.available,
@@ -244,7 +244,9 @@ class _Draft:
         if state is not None and state.ssm_dtype != "float32":
             changes["mamba_ssm_cache_dtype"] = "float32"
             other = self._other(**changes)
-            grown = "B grows with it" if other is None else f"B is {other.runner.caches.geometry.block_size:,} with it"
+            grown = (
+                "B grows with it" if other is None else f"B is {other.runner.step.caches.geometry.block_size:,} with it"
+            )
             self._advice.append(
                 Advice(
                     ("--mamba-ssm-cache-dtype", "float32"),
@@ -320,12 +322,12 @@ def _fits(drawn: Any, length: int) -> Fit | None:
     if drawn is None or drawn.num_blocks is None:
         return None
     runner = drawn.runner
-    sizes = drawn.num_blocks, runner.caches.geometry.block_size, len(runner.cached_groups), length
+    sizes = drawn.num_blocks, runner.step.caches.geometry.block_size, len(runner.step.cached_groups), length
     return Fit(conversations(*sizes, runner.max_num_seqs), conversations(*sizes, drawn.num_blocks), drawn.num_blocks)
 
 
 def _state(drawn: Any) -> State:
-    caches, layout = drawn.runner.caches, getattr(drawn.runner.store, "layout", None)
+    caches, layout = drawn.runner.step.caches, getattr(drawn.runner.step.store, "layout", None)
     shape, page_bytes = caches.state_shape, caches.geometry.page_bytes
     num_layers = len(caches.ssm)
     segments = () if layout is None else layout.segments

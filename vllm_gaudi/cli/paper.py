@@ -38,8 +38,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_gaudi.cli import UsageError
 from vllm_gaudi.platform import HpuPlatform
-from vllm_gaudi.v1.worker import execution
-from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
 from vllm_gaudi.v1.worker.hpu_worker import HPUWorker
 
 META = torch.device("meta")
@@ -98,13 +96,6 @@ def configuration(args: AsyncEngineArgs) -> VllmConfig:
 # The worker
 
 
-class PaperRunner(HPUModelRunner):
-    def load_model(self, load_dummy_weights: bool = False) -> None:
-        """vLLM's model, its parameters without values."""
-        with set_default_torch_dtype(self.vllm_config.model_config.dtype), META:
-            self.model = initialize_model(vllm_config=self.vllm_config)
-
-
 class PaperWorker(HPUWorker):
     """One of several equal ranks. ``total_memory``: bytes of its device; ``peak``: of its profile run."""
 
@@ -115,7 +106,11 @@ class PaperWorker(HPUWorker):
 
     def init_device(self) -> None:
         self.device = META
-        self.model_runner = PaperRunner(self.vllm_config, META, execution.choose(self.model_config.enforce_eager))
+
+    def _load_model(self, load_dummy_weights: bool) -> torch.nn.Module:
+        """vLLM's model, its parameters without values."""
+        with set_default_torch_dtype(self.model_config.dtype), META:
+            return initialize_model(vllm_config=self.vllm_config)
 
     def _total_memory(self) -> int:
         return self._total

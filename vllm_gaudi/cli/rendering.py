@@ -80,7 +80,7 @@ class Renderer(contextlib.ExitStack):
             raise UsageError(
                 f"the block size does not follow from {self._given}; pass --block-size: {sentence}"
             ) from error
-        return drawn.runner.caches.geometry.block_size
+        return drawn.runner.step.caches.geometry.block_size
 
     def _text(self, content: str, request: dict[str, Any]) -> Any:
         prompt: PromptType = content

@@ -75,11 +75,11 @@ class Engine:
 
     @property
     def block_size(self) -> int:
-        return self.runner.caches.geometry.block_size
+        return self.runner.step.caches.geometry.block_size
 
     @property
     def chunk(self) -> int:
-        return self.runner.caches.geometry.gdn_chunk
+        return self.runner.step.caches.geometry.gdn_chunk
 
     @property
     def vllm_engine(self) -> LLMEngine:

@@ -18,25 +18,25 @@ from vllm_gaudi.v1.worker.gdn_checkpoint.plan import RowCopies
 
 
 def _skip_restore(runner: Any) -> None:
-    runner.store.restore = lambda copies: None
+    runner.step.store.restore = lambda copies: None
 
 
 def _skip_save(runner: Any) -> None:
-    runner.store.save = lambda copies: None
+    runner.step.store.save = lambda copies: None
 
 
 def _skip_zero(runner: Any) -> None:
     """Neither fresh pages nor fresh slots are zeroed."""
-    before = runner.store.before_forward
+    before = runner.step.store.before_forward
     nothing = np.zeros(0, np.int32)
-    runner.store.before_forward = lambda plan: before(
+    runner.step.store.before_forward = lambda plan: before(
         dataclasses.replace(plan, zero_blocks=nothing, zero_slots=nothing)
     )
 
 
 def _save_one_boundary_late(runner: Any) -> None:
     """A checkpoint is written when the request's next one is due, into the block of the earlier boundary."""
-    save = runner.store.save
+    save = runner.step.store.save
     waiting: dict[int, np.ndarray] = {}
 
     def late(copies: RowCopies) -> None:
@@ -46,35 +46,35 @@ def _save_one_boundary_late(runner: Any) -> None:
             if earlier is not None:
                 save(RowCopies(copies.rows[n : n + 1], earlier))
 
-    runner.store.save = late
+    runner.step.store.save = late
 
 
 def _wrong_group(runner: Any) -> None:
     """The checkpoint of each group goes into the block of the next group."""
-    save = runner.store.save
-    runner.store.save = lambda copies: save(RowCopies(copies.rows, np.roll(copies.blocks, 1, axis=0)))
+    save = runner.step.store.save
+    runner.step.store.save = lambda copies: save(RowCopies(copies.rows, np.roll(copies.blocks, 1, axis=0)))
 
 
 def _skip_staged(runner: Any) -> None:
     """States of boundaries that a forward runs over stay in their staging rows."""
-    save = runner.store.save
-    runner.store.save = lambda copies: save(copies) if _is_at_end(runner, copies) else None
+    save = runner.step.store.save
+    runner.step.store.save = lambda copies: save(copies) if _is_at_end(runner, copies) else None
 
 
 def _neighbours_staging_row(runner: Any) -> None:
     """Each boundary on the way gets the state of the one before it, the first one that of the last."""
-    save = runner.store.save
-    runner.store.save = lambda copies: save(
+    save = runner.step.store.save
+    runner.step.store.save = lambda copies: save(
         copies if _is_at_end(runner, copies) else RowCopies(_next_staging_row(runner, copies.rows), copies.blocks)
     )
 
 
 def _is_at_end(runner: Any, copies: RowCopies) -> bool:
-    return not (copies.rows >= runner.caches.first_staging_row).any()
+    return not (copies.rows >= runner.step.caches.first_staging_row).any()
 
 
 def _next_staging_row(runner: Any, rows: np.ndarray) -> np.ndarray:
-    first, count = runner.caches.first_staging_row, runner.grid.num_staging
+    first, count = runner.step.caches.first_staging_row, runner.step.grid.num_staging
     return (first + (rows - first - 1) % count).astype(np.int32)
 
 

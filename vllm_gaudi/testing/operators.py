@@ -127,7 +127,7 @@ class Watch:
         self.allowed = allowed
         self._phase: str | None = None
         self._in_region = False
-        caches = runner.caches
+        caches = runner.step.caches
         self._persistent: dict[int, torch.Tensor] = {}
         self.remember([*caches.k, *caches.v, *caches.conv, *caches.ssm])
         self.remember([*runner.model.parameters(), *runner.model.buffers()])
@@ -362,7 +362,7 @@ def _mark_phases(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
         seen.record.num_sampled += 1
         return seen.phase("sampler")
 
-    build = runner.inputs.build
+    build = runner.step.inputs.build
 
     def built(*args: Any) -> Iterator[Any]:
         """What a generator does belongs to its phase, what is done with its items does not."""
@@ -374,21 +374,21 @@ def _mark_phases(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
                 return
             yield item
 
-    _put(stack, runner.inputs, "build", built)
-    phase(runner.inputs, "remember", "inputs")
-    phase(runner.store, "before_forward", "store")
-    phase(runner.store, "save", "store")
+    _put(stack, runner.step.inputs, "build", built)
+    phase(runner.step.inputs, "remember", "inputs")
+    phase(runner.step.store, "before_forward", "store")
+    phase(runner.step.store, "save", "store")
     _within(stack, runner.graphs, "run", forward)
     phase(runner.graphs, "logits", "logits")
     phase(runner.graphs, "prompt_logits", "logits")
-    phase(runner.sampling, "score_prompt", "sampler")
+    phase(runner.step.prompt_logprobs, "_logprobs", "sampler")
     _within(stack, runner.sampling, "sample", sample)
     phase(runner.sampling, "_update_rows", "rows")
     phase(runner.sampling, "collect", "output")
-    phase(runner, "_keep_logits", "logits")
+    phase(runner.step, "_keep_logits", "logits")
     phase(runner, "run_pads", "inputs")
     phase(runner.sampling, "warm_up", "sampler")
-    phase(runner.store, "warm_up", "store")
+    phase(runner.step.store, "warm_up", "store")
     phase(runner, "sample_tokens", "output")
 
     def execute(*_: Any) -> Context:
@@ -411,7 +411,7 @@ def _mark_waits(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
         issued[copy] = seen.record.num_steps
 
     def awaited(copy: HostCopy) -> Any:
-        seen.wait("HostCopy.get", is_of_this_step=runner.is_async and issued.get(copy) == seen.record.num_steps)
+        seen.wait("HostCopy.get", is_of_this_step=runner.step.is_async and issued.get(copy) == seen.record.num_steps)
         return get(copy)
 
     def synchronized() -> None:

@@ -63,7 +63,7 @@ class SymbolicGraphs(GraphRunner):
 
     def __init__(self, runner: Any):
         super().__init__(runner.model, runner.vllm_config)
-        self._caches = runner.caches
+        self._caches = runner.step.caches
         self._layers = [
             [tensor.view(tensor.shape[0], -1).view(torch.int32).numpy() for tensor in pair]
             for pair in zip(self._caches.conv, self._caches.ssm, strict=True)

@@ -49,7 +49,7 @@ class SymbolicEngine:
         self.claims: dict[Any, int] = {}
         self.num_restores = 0
         self.witness = CheckpointWitness(self.engine.scheduler)
-        apply = self.engine.runner.requests.apply
+        apply = self.engine.runner.step.requests.apply
 
         def applied(output: Any) -> Any:
             step = apply(output)
@@ -60,7 +60,7 @@ class SymbolicEngine:
                 self.num_restores += bool(admitted and start)
             return step
 
-        self.engine.runner.requests.apply = applied
+        self.engine.runner.step.requests.apply = applied
 
     @staticmethod
     def _name(internal: str) -> str:
@@ -82,23 +82,23 @@ class SymbolicEngine:
     def check(self) -> None:
         runner = self.engine.runner
         taken = 0
-        for internal, state in runner.requests._requests.items():
+        for internal, state in runner.step.requests._requests.items():
             if state.slot is not None:
                 taken += 1
                 live = self.live[self._name(internal)]
                 self.graphs.check_slot(state.slot, live.tokens(live.end))
-        assert runner.slots.num_taken == taken <= runner.slots.num_slots
+        assert runner.step.slots.num_taken == taken <= runner.step.slots.num_slots
         block_size = self.engine.block_size
         for live in self.live.values():
             for i, block_hash in enumerate(live.request.block_hashes):
                 self.claims.setdefault(block_hash, live.state((i + 1) * block_size))
-        geometry = runner.caches.geometry
+        geometry = runner.step.caches.geometry
         by_group: dict[int, dict[int, int]] = {g: {} for g in range(geometry.num_groups)}
         for key, cached in self.pool.cached_block_hash_to_block._cache.items():
             for block in cached.values() if isinstance(cached, dict) else [cached]:
                 by_group[get_group_id(key)][block.block_id] = self.claims[get_block_hash(key)]
         for n, group in enumerate(geometry.gdn_groups):
-            self.graphs.check_checkpoints(runner.store, n, by_group[group])
+            self.graphs.check_checkpoints(runner.step.store, n, by_group[group])
         self.graphs.check_attention_blocks(block_size, by_group[geometry.attention_group])
         self.witness.check()
 
@@ -108,7 +108,7 @@ class SymbolicEngine:
         while self.engine._results[name].finish_reason is None:
             self.step()
         self.engine.take(name)
-        assert self.engine.runner.slots.num_taken <= 1
+        assert self.engine.runner.step.slots.num_taken <= 1
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1  # all but the null block
         self.live = {name: self.live[name]}
         self.claims = {

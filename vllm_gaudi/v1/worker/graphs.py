@@ -89,6 +89,10 @@ class GraphRunner:
         """[n, vocabulary] for any n, never compiled: as many shapes as there are query buckets, seldom asked for."""
         return self._model.compute_logits(hidden.index_select(0, rows))
 
+    def forget_shapes(self) -> None:
+        """What has run so far belongs to a pool that does not stay."""
+        self.warm_shapes.clear()
+
     def seal(self) -> None:
         """Warm-up is over."""
         self._is_sealed = True

@@ -17,7 +17,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm.v1.worker.workspace import init_workspace_manager
@@ -26,7 +26,7 @@ from vllm_gaudi import compat, device
 from vllm_gaudi.planning import MemoryBudget, conversations
 from vllm_gaudi.v1.core.sched.block_size import kernel_block_size
 from vllm_gaudi.v1.worker import execution
-from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
+from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner, load_model
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
@@ -51,8 +51,8 @@ class HPUWorker(WorkerBase):
         is_driver_worker: bool = False,
     ):
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
-        self.model_runner: HPUModelRunner
-        self.memory: MemoryBudget
+        self.mode = execution.choose(self.model_config.enforce_eager)
+        self.memory: MemoryBudget | None = None  # what determine_available_memory has counted
         self._weight_bytes = 0
 
     # Start-up, in the order in which vLLM calls it
@@ -71,14 +71,16 @@ class HPUWorker(WorkerBase):
         )
         set_random_seed(self.model_config.seed)
         init_workspace_manager(self.device, 1)
-        mode = execution.choose(self.model_config.enforce_eager)
-        logger.info("%s", mode.describe())
-        self.model_runner = HPUModelRunner(self.vllm_config, self.device, mode)
+        logger.info("%s", self.mode.describe())
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.load_model(load_dummy_weights)
+            model = self._load_model(load_dummy_weights)
+            self.model_runner: HPUModelRunner = HPUModelRunner(self.vllm_config, self.device, self.mode, model)
         self._weight_bytes = sum(p.numel() * p.element_size() for p in self.get_model().parameters())
+
+    def _load_model(self, load_dummy_weights: bool) -> torch.nn.Module:
+        return load_model(self.vllm_config, self.mode, load_dummy_weights)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return self.model_runner.get_kv_cache_spec()
@@ -87,7 +89,8 @@ class HPUWorker(WorkerBase):
         """Bytes for attention pages: what the user gave, or what is left of the device after everything else."""
         specs = self.get_kv_cache_spec()
         taken = self._taken_memory()  # before the profile run's pool, which does not stay
-        self._make_profile_pool(specs)
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.initialize_profile_cache()
         peak = self._profile()
         memory = self.memory = MemoryBudget(
             total=self._total_memory(),
@@ -95,10 +98,10 @@ class HPUWorker(WorkerBase):
             given=self.cache_config.kv_cache_memory_bytes,
             taken=taken,
             peak=peak or 0,
-            states=self.model_runner.caches.state_bytes,
+            states=self.model_runner.step.caches.state_bytes,
             spare=self._spare_block_bytes(specs),
         )
-        num_staging = self.model_runner.grid.num_staging
+        num_staging = self.model_runner.step.grid.num_staging
         # The engine's own states come next: with these still there, a device would have to hold both at once.
         self.model_runner.drop_kv_cache()
         if peak is not None:
@@ -124,7 +127,7 @@ class HPUWorker(WorkerBase):
                 f"{self.scheduler_config.max_num_seqs} slots and {num_staging} staging rows "
                 f"{_gib(state_bytes)}; raise --gpu-memory-utilization or --kv-cache-memory-bytes, or lower "
                 "--max-num-seqs or --max-num-batched-tokens"
-                + ("" if self.model_runner.mode.on_hpu else " (on a CPU host, raise VLLM_GAUDI_HOST_MEMORY_GIB)")
+                + ("" if self.mode.on_hpu else " (on a CPU host, raise VLLM_GAUDI_HOST_MEMORY_GIB)")
             )
         return available
 
@@ -141,18 +144,6 @@ class HPUWorker(WorkerBase):
     def _taken_memory(self) -> int:
         return device.taken_memory(self._weight_bytes)
 
-    def _make_profile_pool(self, specs: dict[str, KVCacheSpec]) -> None:
-        """Caches with a pool of one block, which the profile run reads; the caller drops them."""
-        attention = [name for name, spec in specs.items() if not isinstance(spec, MambaSpec)]
-        gdn = [name for name, spec in specs.items() if isinstance(spec, MambaSpec)]
-        groups = [KVCacheGroupSpec(attention, specs[attention[0]])]
-        # One GDN layer per group: positions need not line up for a run on pads.
-        groups += [KVCacheGroupSpec([name], specs[name]) for name in gdn]
-        with set_current_vllm_config(self.vllm_config):
-            self.model_runner.initialize_kv_cache(
-                KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups), for_profile=True
-            )
-
     def _profile(self) -> int | None:
         """Peak bytes of the largest forwards and of sampling; None, unmeasured, on a host whose pool stays the same.
 
@@ -162,14 +153,14 @@ class HPUWorker(WorkerBase):
         given = (self.cache_config.kv_cache_memory_bytes, self.cache_config.num_gpu_blocks_override)
         found = None
         with set_current_vllm_config(self.vllm_config):
-            if self.model_runner.mode.on_hpu or given == (None, None):
+            if self.mode.on_hpu or given == (None, None):
                 with device.PeakMemory() as peak:
                     self.model_runner.profile_run()
                     device.synchronize()
                 found = peak.bytes
             else:
-                self.model_runner.run_pads(self.model_runner.grid.all_decode()[-1])
-        self.model_runner.graphs.warm_shapes.clear()  # of a pool that does not stay
+                self.model_runner.run_smallest_decode()
+        self.model_runner.graphs.forget_shapes()  # of a pool that does not stay
         return found
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -177,7 +168,7 @@ class HPUWorker(WorkerBase):
         self._say_what_was_built()
 
     def _say_what_was_built(self) -> None:
-        geometry = self.model_runner.caches.geometry
+        geometry = self.model_runner.step.caches.geometry
         logger.info(
             "vllm_gaudi on %s: B = %d tokens, %d GDN group(s) + 1 attention group, %d blocks; pool %s, %d slots and %d "
             "staging rows %s, weights %s; %.1f conversations of %d tokens fit",
@@ -187,24 +178,24 @@ class HPUWorker(WorkerBase):
             geometry.num_blocks,
             _gib(geometry.pool_bytes),
             self.scheduler_config.max_num_seqs,
-            self.model_runner.grid.num_staging,
-            _gib(self.model_runner.caches.state_bytes),
+            self.model_runner.step.grid.num_staging,
+            _gib(self.model_runner.step.caches.state_bytes),
             _gib(self._weight_bytes),
             conversations(
                 geometry.num_blocks,
                 geometry.block_size,
-                len(self.model_runner.cached_groups),
+                len(self.model_runner.step.cached_groups),
                 self.model_config.max_model_len,
                 self.scheduler_config.max_num_seqs,
             ),
             self.model_config.max_model_len,
         )
 
-        logger.info("%s", self.model_runner.store.describe())
+        logger.info("%s", self.model_runner.step.store.describe())
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         start = time.perf_counter()
-        if not self.model_runner.mode.warm_up:
+        if not self.mode.warm_up:
             logger.info("Warm-up is skipped (VLLM_SKIP_WARMUP)")
             self.model_runner.finish_warm_up()
         else:
@@ -224,7 +215,7 @@ class HPUWorker(WorkerBase):
         return self.model_runner.sample_tokens(grammar_output)
 
     def execute_dummy_batch(self) -> None:
-        self.model_runner.run_pads(self.model_runner.grid.all_decode()[-1])
+        self.model_runner.run_smallest_decode()
 
     def synchronize_device(self) -> None:
         device.synchronize()
@@ -260,5 +251,4 @@ class HPUWorker(WorkerBase):
         return None
 
     def shutdown(self) -> None:
-        if hasattr(self, "model_runner"):
-            del self.model_runner
+        self.__dict__.pop("model_runner", None)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_gaudi import device
 from vllm_gaudi.attention.metadata import (
     DecodeAttention,
     HostHints,
@@ -360,4 +361,4 @@ class InputBuilder:
         return self._upload(positions, np.int32)
 
     def _upload(self, array: np.ndarray, dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(self._device, non_blocking=True)
+        return device.upload(np.asarray(array, dtype=dtype), self._device)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from vllm_gaudi.v1.worker.prompt_logprobs import PromptLogprobsInFlight
 from vllm_gaudi.v1.worker.requests import StepRequests
-from vllm_gaudi.v1.worker.sampling import PromptScores, SampledStep
+from vllm_gaudi.v1.worker.sampling import SampledStep
 
 
 class StepOutput(AsyncModelRunnerOutput):
@@ -22,7 +23,7 @@ class StepOutput(AsyncModelRunnerOutput):
         self,
         step: StepRequests,
         sampled: SampledStep | None,
-        prompt_logprobs: dict[str, PromptScores],
+        prompt_logprobs: dict[str, PromptLogprobsInFlight],
     ):
         self._sampled = sampled
         self._prompt_logprobs = prompt_logprobs

@@ -2,7 +2,7 @@
 """Sampling: which requests sample in a step, with which parameters, and what came out.
 
 Owns: vLLM's ``InputBatch`` (sampling rows only: a request is in it exactly when it samples in this step), the sampler,
-the logits processors, seeded generators, prompt logprobs.
+the logits processors, seeded generators.
 Never: token rows of the model, slots, block tables, or how many rows a device is given (``sampling_rows``).
 
 Ordering rule: tokens sampled in the step before have reached the host (``collect``) before this step's rows are
@@ -25,7 +25,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessors, build_logitsprocs
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from vllm_gaudi.device import HostCopy
+from vllm_gaudi.device import HostCopy, upload
 from vllm_gaudi.v1.worker.requests import RequestState, RequestTable, StepRequests
 from vllm_gaudi.v1.worker.sampling_rows import LogitRows, RowSampler, SamplingRows
 
@@ -77,7 +77,6 @@ class SamplingState:
             use_fp64_gumbel=model_config.use_fp64_gumbel,
         )
         self.logit_rows = LogitRows(self._row_ladder[-1], device)
-        self._wants_raw_logits = model_config.logprobs_mode in ("raw_logits", "processed_logits")
         self._batch = SamplingRows(
             self._row_ladder,
             max_num_reqs=self._row_ladder[-1],
@@ -130,7 +129,7 @@ class SamplingState:
         if grammar_output is not None:
             forbidden = np.zeros(logits.shape, np.bool_)
             forbidden[: len(req_ids)] = forbidden_tokens(grammar_output, req_ids, logits.shape[1])
-            logits.masked_fill_(torch.from_numpy(forbidden).to(self._device, non_blocking=True), float("-inf"))
+            logits.masked_fill_(upload(forbidden, self._device), float("-inf"))
         out: SamplerOutput = self.sampler(logits=logits, sampling_metadata=self._batch.sampling_metadata)
         logprobs = out.logprobs_tensors
         sampled = SampledStep(
@@ -207,18 +206,6 @@ class SamplingState:
         self._states[request.req_id] = (request, state)
         return state
 
-    # Prompt logprobs
-
-    def num_prompt_logprobs(self, request: RequestState) -> int | None:
-        """How many logprobs the request wants at each prompt position, or None."""
-        wanted = request.sampling_params.prompt_logprobs
-        return self._vocab_size if wanted == -1 else wanted
-
-    def score_prompt(self, logits: torch.Tensor, targets: torch.Tensor, num_logprobs: int) -> LogprobsTensors:
-        """Logprobs of ``targets`` [n] (the prompt's next tokens) under ``logits`` [n, V], with the top ones."""
-        scores = logits.to(torch.float32) if self._wants_raw_logits else self.sampler.compute_logprobs(logits)
-        return self.sampler.gather_logprobs(scores, num_logprobs, targets)
-
 
 def forbidden_tokens(grammar: GrammarOutput, req_ids: Sequence[str], vocab_size: int) -> np.ndarray:
     """Bool [n, vocab_size], true where row i's grammar (if it has one) forbids the token. ``req_ids``: of the n rows.
@@ -234,56 +221,3 @@ def forbidden_tokens(grammar: GrammarOutput, req_ids: Sequence[str], vocab_size:
             allowed = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), bitorder="little")[:vocab_size]
             forbidden[row, : len(allowed)] = allowed == 0
     return forbidden
-
-
-class PromptScores:
-    """Prompt logprobs of one request, from chunks that may still be on their way to the host."""
-
-    def __init__(self, request: RequestState, num_logprobs: int):
-        self.request = request
-        self._shape = (request.num_prompt - 1, num_logprobs + 1)
-        self._chunks: list[tuple[int, HostLogprobs]] = []
-
-    def add(self, start: int, num_positions: int, chunk: LogprobsTensors) -> None:
-        """Positions ``start`` .. have the first of these logprobs [n, num_logprobs + 1], whatever they had before."""
-        self._chunks.append((start, HostLogprobs(chunk, num_positions)))
-
-    def get(self) -> LogprobsTensors:
-        """All positions, on the host; blocks until the last chunk has arrived."""
-        whole = LogprobsTensors.empty_cpu(*self._shape)
-        for start, chunk in self._chunks:
-            arrived = chunk.get()
-            where = slice(start, start + arrived.logprobs.shape[0])
-            whole.logprob_token_ids[where].copy_(arrived.logprob_token_ids)
-            whole.logprobs[where].copy_(arrived.logprobs)
-            whole.selected_token_ranks[where].copy_(arrived.selected_token_ranks)
-        return whole
-
-
-class PromptLogprobs:
-    """Prompt logprobs of requests whose prompt is not finished; a chunk's positions are filled in as it runs."""
-
-    def __init__(self) -> None:
-        self._partial: dict[str, PromptScores] = {}
-
-    def fill(
-        self, request: RequestState, start: int, num_positions: int, chunk: LogprobsTensors, num_logprobs: int
-    ) -> None:
-        """As many positions from ``start`` on of the request's prompt have the first rows of ``chunk``."""
-        scores = self._partial[request.req_id] = self._of(request, num_logprobs)
-        scores.add(start, num_positions, chunk)
-
-    def take(self, request: RequestState, num_logprobs: int) -> PromptScores:
-        """The finished prompt's logprobs (no rows for a prompt of one token)."""
-        scores = self._of(request, num_logprobs)
-        self._partial.pop(request.req_id, None)
-        return scores
-
-    def _of(self, request: RequestState, num_logprobs: int) -> PromptScores:
-        """What is known of this very request; another one may have had its id."""
-        known = self._partial.get(request.req_id)
-        return known if known is not None and known.request is request else PromptScores(request, num_logprobs)
-
-    def forget(self, req_ids: set[str]) -> None:
-        for req_id in req_ids:
-            self._partial.pop(req_id, None)

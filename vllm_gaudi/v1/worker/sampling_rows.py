@@ -24,6 +24,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from vllm_gaudi.bucketing.strategy import doubling, smallest_at_least
+from vllm_gaudi.device import upload
 
 SHORTEST_TEXT = 128
 """Tokens: penalties are given prompts and outputs of this length and its doubles."""
@@ -108,7 +109,7 @@ class RowSampler(Sampler):
         return apply_penalties(
             logits,
             sampling_metadata.prompt_token_ids,
-            torch.from_numpy(ids).to(logits.device, non_blocking=True),
+            upload(ids, logits.device),
             sampling_metadata.presence_penalties,
             sampling_metadata.frequency_penalties,
             sampling_metadata.repetition_penalties,
@@ -140,4 +141,4 @@ class LogitRows:
         return self._logits.index_select(0, self._upload(rows))
 
     def _upload(self, rows: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self._device, non_blocking=True)
+        return upload(rows, self._device)

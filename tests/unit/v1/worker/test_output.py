@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine reads of a step, and prompt logprobs that are put together from chunks. Needs vLLM's records."""
+"""What the engine reads of a step. Needs vLLM's records."""
 
 from __future__ import annotations
 
@@ -89,61 +89,6 @@ class TestStepOutput:
         assert not waited
         assert output.get_output().sampled_token_ids == [[7]]
         assert output.get_output().sampled_token_ids == [[7]]
-
-
-class TestPromptLogprobs:
-    @pytest.fixture
-    def scores(self, sampling):
-        return sampling.PromptLogprobs()
-
-    @staticmethod
-    def request(req_id="a", num_prompt=6):
-        return SimpleNamespace(req_id=req_id, num_prompt=num_prompt)
-
-    def test_chunks_are_put_where_they_belong(self, scores):
-        request = self.request()
-        scores.fill(request, 3, 2, logprobs(4, 3, first=3.0), 2)  # out of order, as after a preemption; with pads
-        scores.fill(request, 0, 3, logprobs(3, 3), 2)
-        whole = scores.take(request, 2).get()
-        assert whole.logprobs.shape == whole.logprob_token_ids.shape == (5, 3)
-        assert whole.logprobs[:, 0].tolist() == [0, 1, 2, 3, 4]
-        assert whole.logprob_token_ids[:, 2].tolist() == [0, 1, 2, 3, 4]
-        assert whole.selected_token_ranks.tolist() == [0, 1, 2, 3, 4]
-
-    def test_a_position_that_is_run_again_is_written_over(self, scores):
-        request = self.request()
-        scores.fill(request, 0, 5, logprobs(5, 1, first=40.0), 0)
-        scores.fill(request, 1, 4, logprobs(4, 1, first=1.0), 0)
-        assert scores.take(request, 0).get().logprobs[:, 0].tolist() == [40, 1, 2, 3, 4]
-
-    def test_two_requests_do_not_mix(self, scores):
-        one, two = self.request("a"), self.request("b")
-        scores.fill(one, 0, 5, logprobs(5, 1), 0)
-        scores.fill(two, 0, 5, logprobs(5, 1, first=50.0), 0)
-        assert scores.take(one, 0).get().logprobs[0].item() == 0
-        assert scores.take(two, 0).get().logprobs[0].item() == 50
-
-    def test_a_prompt_of_one_token_has_none(self, scores):
-        whole = scores.take(self.request(num_prompt=1), 2).get()
-        assert whole.logprobs.shape == (0, 3)
-
-    def test_what_was_taken_or_forgotten_is_gone(self, scores):
-        request = self.request()
-        scores.fill(request, 0, 5, logprobs(5, 1), 0)
-        scores.take(request, 0)
-        assert not scores._partial
-        scores.fill(request, 0, 5, logprobs(5, 1), 0)
-        scores.forget({"a", "never seen"})
-        assert not scores._partial
-
-    def test_another_request_under_the_same_id_starts_afresh(self, scores):
-        """An id may finish and come again; chunks of the first must not show in the second's answer."""
-        scores.fill(self.request(), 0, 5, logprobs(5, 1, first=90.0), 0)
-        again = self.request(num_prompt=3)
-        scores.fill(again, 0, 2, logprobs(2, 1), 0)
-        assert scores.take(again, 0).get().logprobs[:, 0].tolist() == [0, 1]
-        scores.fill(self.request(), 0, 5, logprobs(5, 1, first=90.0), 0)
-        assert scores.take(self.request(num_prompt=1), 0).get().logprobs.shape == (0, 1)
 
 
 @pytest.mark.parametrize("vocab_size", [64, 70, 512])

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_gaudi import device
 from vllm_gaudi.ops.gdn_checkpoint import copy_rows_, zero_rows_
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import CheckpointLayout
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import CheckpointPlan, RowCopies
@@ -69,7 +70,7 @@ class StateZeroer:
         return "Prefix caching keeps no GDN checkpoints"
 
     def _upload(self, rows: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self._device, non_blocking=True)
+        return device.upload(rows, self._device)
 
 
 class GDNCheckpointStore(StateZeroer):
