@@ -192,12 +192,12 @@ def test_one_rank_of_two(checkpoint, config_of, plan):
     try:
         held = opened.collective_rpc(
             lambda worker: (
-                worker.model_runner.caches.geometry.block_size,
-                worker.model_runner.caches.geometry.num_blocks,
-                worker.model_runner.caches.geometry.page_bytes,
-                worker.model_runner.caches.state_bytes,
-                worker.model_runner.store.layout.checkpoint_bytes,
-                worker.model_runner.grid.num_staging,
+                worker.model_runner.step.caches.geometry.block_size,
+                worker.model_runner.step.caches.geometry.num_blocks,
+                worker.model_runner.step.caches.geometry.page_bytes,
+                worker.model_runner.step.caches.state_bytes,
+                worker.model_runner.step.store.layout.checkpoint_bytes,
+                worker.model_runner.step.grid.num_staging,
                 sum(p.numel() * p.element_size() for p in worker.get_model().parameters()),
             )
         )
