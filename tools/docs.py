@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support import operator_table
 from tools import install
 from tools.nightly import setting
 from vllm_gaudi import capabilities, cli, compat, device, envs
@@ -33,7 +34,6 @@ from vllm_gaudi.bucketing.grid import CONFIG_KEYS
 from vllm_gaudi.cli import why
 from vllm_gaudi.ops import registry
 from vllm_gaudi.planning import DEFAULT_SERVING, GB, Geometry, Model, Serving, grid
-from vllm_gaudi.testing import operator_table
 from vllm_gaudi.v1.core.sched import block_size, cache_stats
 from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
 

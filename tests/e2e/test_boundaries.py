@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.request import Request
 
-from vllm_gaudi.testing.checkpoint_witness import CheckpointWitness
+from tests.support.checkpoint_witness import CheckpointWitness
 from vllm_gaudi.testing.engine import Engine, Result, engine, greedy
 
 

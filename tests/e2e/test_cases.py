@@ -26,9 +26,9 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
-from vllm_gaudi.testing import symbolic
+from tests.support import symbolic
+from tests.support.symbolic_engine import SymbolicEngine
 from vllm_gaudi.testing.engine import Engine, Result, greedy
-from vllm_gaudi.testing.symbolic_engine import SymbolicEngine
 
 TOLERANCE = 1e-4
 MAX_SEQS = 8

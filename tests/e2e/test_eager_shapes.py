@@ -27,8 +27,8 @@ device.device_type = lambda: "cpu"
 import torch
 from vllm import SamplingParams
 from vllm_gaudi.testing.engine import engine
-from vllm_gaudi.testing.operator_table import ALLOWED
-from vllm_gaudi.testing.operators import watch
+from tests.support.operator_table import ALLOWED
+from tests.support.operators import watch
 
 FLAGS = dict(enable_prefix_caching=True, block_size=128, max_model_len=640, max_num_seqs=6, max_num_batched_tokens=256)
 source = random.Random(int(os.environ["SEED"]))

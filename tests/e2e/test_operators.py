@@ -2,8 +2,9 @@
 """The operator contract: every operator of a step, of every model family, on the host's path and on Gaudi's.
 
 Two processes record a load that reaches every phase: one as it is, one with the stub of Gaudi's bridge in sight, so
-that the variants for Gaudi run (on CPU tensors). What they ask for is the table of ``testing.operator_table``, row for
-row, and breaks no rule. Where a list of the operators that the bridge registers is at hand, the table is held to it.
+that the variants for Gaudi run (on CPU tensors). What they ask for is the table of ``tests.support.operator_table``,
+row for row, and breaks no rule. Where a list of the operators that the bridge registers is at hand, the table is held
+to it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import pytest
 import torch
 
 from tests import with_stub
+from tests.support.operator_table import ALLOWED, OPERATORS
+from tests.support.operators import Watch, watch
 from vllm_gaudi import device
 from vllm_gaudi.testing.engine import engine, greedy
-from vllm_gaudi.testing.operator_table import ALLOWED, OPERATORS
-from vllm_gaudi.testing.operators import Watch, watch
 
 pytestmark = pytest.mark.execution_mode("hpu_like")
 
@@ -36,7 +37,7 @@ Record = dict[str, Any]
 def recorded(checkpoint: Callable[..., Path]) -> dict[str, Record]:
     """What both paths ask of the device, by path."""
     directories = [str(checkpoint(name)) for name in FAMILIES]
-    command = ("-m", "vllm_gaudi.testing.record_operators", *directories)
+    command = ("-m", "tests.support.record_operators", *directories)
     quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_SKIP_WARMUP": "1", "VLLM_GAUDI_COMPILE": "none"}
     return {
         "host": with_stub.facts(*command, with_stub=False, **quiet),

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_gaudi.testing import oracle
+from tests.support import oracle
 from vllm_gaudi.testing.checkpoints import VOCAB_SIZE
 from vllm_gaudi.testing.engine import Engine, Result, engine, greedy
 

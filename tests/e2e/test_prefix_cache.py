@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_gaudi.testing import faults
+from tests.support import faults
 from vllm_gaudi.testing.engine import Engine, Result, engine, greedy
 
 pytestmark = pytest.mark.execution_mode("host", "hpu_like")

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_gaudi.testing import symbolic
-from vllm_gaudi.testing.symbolic_engine import SymbolicEngine
+from tests.support import symbolic
+from tests.support.symbolic_engine import SymbolicEngine
 from vllm_gaudi.v1.core.sched.hpu_scheduler import GDNGridMixin
 
 B = 16

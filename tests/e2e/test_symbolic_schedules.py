@@ -22,8 +22,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_gaudi.testing import faults, symbolic
-from vllm_gaudi.testing.symbolic_engine import SymbolicEngine
+from tests.support import faults, symbolic
+from tests.support.symbolic_engine import SymbolicEngine
 
 MAX_SEQS = 4
 GEOMETRIES = {

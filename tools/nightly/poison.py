@@ -23,7 +23,7 @@ def answers(setting: Mapping[str, Any], fault: str = "") -> dict[str, Any]:
     """One engine under the load, in this process and as its environment says: what was poisoned and what came out."""
     import torch
 
-    from vllm_gaudi.testing import faults
+    from tests.support import faults
     from vllm_gaudi.testing.engine import engine, greedy
 
     it = from_json(setting)

@@ -33,7 +33,7 @@ def compare(setting: Mapping[str, Any], fault: str = "") -> dict[str, Any]:
     ``narrow``: a step holds one block, so cold and hit end in the same chunks. ``wide``: a step holds several blocks,
     and states of boundaries inside a forward come out of staging rows.
     """
-    from vllm_gaudi.testing import faults
+    from tests.support import faults
     from vllm_gaudi.testing.engine import engine
 
     it = from_json(setting)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vllm_gaudi.testing import checkpoints, oracle
+from tests.support import oracle
+from vllm_gaudi.testing import checkpoints
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL_ENOUGH = sorted(name for name in checkpoints.RECIPES if name != "q35_small")

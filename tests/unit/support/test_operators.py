@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_gaudi.testing.operator_table import ALLOWED, OPERATORS, Exceptions, documentation
-from vllm_gaudi.testing.operators import PHASES, Watch, _Operators, _Reads
+from tests.support.operator_table import ALLOWED, OPERATORS, Exceptions, documentation
+from tests.support.operators import PHASES, Watch, _Operators, _Reads
 
 CACHE = torch.zeros(8, 4)
 

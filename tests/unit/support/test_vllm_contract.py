@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 import vllm_gaudi
-from vllm_gaudi.testing import vllm_contract
-from vllm_gaudi.testing.vllm_contract import ROWS, Row
+from tests.support import vllm_contract
+from tests.support.vllm_contract import ROWS, Row
 
 pytestmark = pytest.mark.xdist_group("vllm")  # with --dist loadgroup only one process imports it
 
@@ -50,7 +50,7 @@ def overridden() -> Iterator[str]:
 
 def test_everything_overridden_has_a_row() -> None:
     missing = set(overridden()) - {row.symbol for row in ROWS}
-    assert not missing, f"no row in testing/vllm_contract.py for {sorted(missing)}"
+    assert not missing, f"no row in tests/support/vllm_contract.py for {sorted(missing)}"
 
 
 @pytest.mark.parametrize(

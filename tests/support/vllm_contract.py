@@ -4,7 +4,8 @@
 Owns: ``ROWS`` and ``drift``, which compares a row with the vLLM that is installed.
 Never: an opinion on what to do; the file of a row says what the symbol is used for.
 
-Ordering rule: none. A symbol that the plugin overrides and that has no row fails ``tests/unit/test_vllm_contract.py``.
+Ordering rule: none. A symbol that the plugin overrides and that has no row fails
+``tests/unit/support/test_vllm_contract.py``.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
-from vllm_gaudi.testing import symbolic
-from vllm_gaudi.testing.checkpoint_witness import CheckpointWitness
+from tests.support import symbolic
+from tests.support.checkpoint_witness import CheckpointWitness
 from vllm_gaudi.testing.engine import Engine, greedy
 
 

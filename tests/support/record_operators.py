@@ -6,7 +6,7 @@ Never: a judgement; that is the table's and the rules'.
 
 Ordering rule: a process per device: with Gaudi's bridge, or its stub, in sight the plugin's variants for Gaudi run.
 
-    python -m vllm_gaudi.testing.record_operators CHECKPOINT ... [--tensors-on-cpu]
+    python -m tests.support.record_operators CHECKPOINT ... [--tensors-on-cpu]
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import json
 import random
 from typing import Any
 
+from tests.support.operator_table import ALLOWED
 from vllm_gaudi import device
-from vllm_gaudi.testing.operator_table import ALLOWED
 
 
 def exercise(serving: Any, seed: int = 1) -> None:
@@ -71,15 +71,15 @@ FLAGS: dict[str, Any] = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Print what engines over the given checkpoints ask of the device, as one line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m vllm_gaudi.testing.record_operators", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.record_operators", description=main.__doc__)
     parser.add_argument("checkpoints", nargs="+", help="directories of models")
     parser.add_argument("--tensors-on-cpu", action="store_true", help="call torch's device cpu, whatever this host is")
     parser.add_argument("--sync", action="store_true", help="without async scheduling")
     options = parser.parse_args(arguments)
     if options.tensors_on_cpu:
         device.device_type = lambda: "cpu"  # type: ignore[assignment]
+    from tests.support.operators import Record, watch
     from vllm_gaudi.testing.engine import engine  # vLLM asks for the device's name when it is imported
-    from vllm_gaudi.testing.operators import Record, watch
 
     record = Record()
     for checkpoint in options.checkpoints:

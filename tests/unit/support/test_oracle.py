@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_gaudi.testing import checkpoints, oracle
+from tests.support import oracle
+from vllm_gaudi.testing import checkpoints
 
 NAMES = sorted(name for name in checkpoints.RECIPES if name != "q35_small")
 PROMPT = np.random.default_rng(1).integers(len(checkpoints.SPECIAL_TOKENS), checkpoints.VOCAB_SIZE, 37).tolist()

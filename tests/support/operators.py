@@ -26,9 +26,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.operator_table import Exceptions
 from vllm_gaudi import device
 from vllm_gaudi.device import HostCopy
-from vllm_gaudi.testing.operator_table import Exceptions
 from vllm_gaudi.v1.worker.graphs import regions
 
 PHASES = {
