@@ -2,7 +2,7 @@
 """The nightly scripts on a host: each runs on a tiny model, and each turns red when what it looks for is broken.
 
 Owns: a small configuration of every script of ``tools/nightly`` but GSM8K, which needs lm-eval (its parts are tested in
-``tests/unit/testing/test_nightly.py``; ``tests/e2e/hpu/test_gsm8k.py`` runs the whole of it, on a host too).
+``tests/unit/tools/test_nightly.py``; ``tests/e2e/hpu/test_gsm8k.py`` runs the whole of it, on a host too).
 
 Ordering rule: none; no test leaves an engine open.
 """
