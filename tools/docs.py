@@ -28,12 +28,12 @@ from typing import Any
 
 from tests.support import operator_table
 from tools import install
+from tools.model_sizes import DEFAULT_SERVING, GB, Geometry, Model, Serving, grid
 from tools.nightly import setting
 from vllm_gaudi import capabilities, cli, compat, device, envs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS
 from vllm_gaudi.cli import why
 from vllm_gaudi.ops import registry
-from vllm_gaudi.planning import DEFAULT_SERVING, GB, Geometry, Model, Serving, grid
 from vllm_gaudi.v1.core.sched import block_size, cache_stats
 from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
 
@@ -71,7 +71,7 @@ KERNEL_BLOCK: int = block_size.MAX_KERNEL_BLOCK
 GDN_CHUNK: int = block_size.DEFAULT_GDN_CHUNK
 
 
-# Models. Their arithmetic is vllm_gaudi/planning.py's
+# Models. Their arithmetic is tools/model_sizes.py's
 
 QWEN35_27B = Model("Qwen3.5-27B, Qwen3.6-27B (dense)", "Qwen/Qwen3.6-27B", 27, 48, 16, 4, 16, 48, 4)
 QWEN35_35B = Model("Qwen3.5-35B-A3B, Qwen3.6-35B-A3B", "Qwen/Qwen3.5-35B-A3B", 35, 30, 10, 2, 16, 32, 4)

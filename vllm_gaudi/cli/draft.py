@@ -34,8 +34,8 @@ from vllm_gaudi.cli.plan import (
     State,
     size_of,
 )
-from vllm_gaudi.planning import CARD_BYTES, conversations, per_block_layout_factor
 from vllm_gaudi.v1.core.sched.block_size import MAX_KERNEL_BLOCK
+from vllm_gaudi.v1.worker.memory import CARD_BYTES, conversations, per_block_layout_factor
 from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
 
 MORE_RANKS = (2, 4, 8, 16)

@@ -21,7 +21,7 @@ from vllm.renderers.params import merge_kwargs
 from vllm.renderers.registry import renderer_from_config
 
 from vllm_gaudi.cli import UsageError, paper
-from vllm_gaudi.planning import CARD_BYTES
+from vllm_gaudi.v1.worker.memory import CARD_BYTES
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 

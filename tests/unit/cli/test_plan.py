@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from tools import docs
+from tools.model_sizes import Geometry
 from vllm_gaudi import cli, device
-from vllm_gaudi.planning import Geometry
 
 CONFIGS = Path(__file__).parent / "configs"
 MIB = 2**20

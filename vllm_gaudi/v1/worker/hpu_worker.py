@@ -23,10 +23,10 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from vllm_gaudi import compat, device
-from vllm_gaudi.planning import MemoryBudget, conversations
 from vllm_gaudi.v1.core.sched.block_size import kernel_block_size
 from vllm_gaudi.v1.worker import execution
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner, load_model
+from vllm_gaudi.v1.worker.memory import MemoryBudget, conversations
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared arithmetic from literal numbers. The published sizes of whole models are in cli/test_plan.py."""
+"""The arithmetic of memory from literal numbers. The published sizes of whole models are in cli/test_plan.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import dataclasses
 
 import pytest
 
-from vllm_gaudi.planning import MemoryBudget, blocks_of_conversation, conversations, per_block_layout_factor
+from vllm_gaudi.v1.worker.memory import (
+    MemoryBudget,
+    blocks_of_conversation,
+    conversations,
+    per_block_layout_factor,
+)
 
 BUDGET = MemoryBudget(total=10_000, utilization=0.5, given=None, taken=2000, peak=300, states=400, spare=50)
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine will need, computed from dimensions and flags alone. Numbers only: neither torch nor vLLM.
+"""What a published model needs, from its dimensions alone: block size, pages, state rows, what is left for tokens.
 
-Owns: the arithmetic of block sizes, pages, state rows and memory that worker, command line and documentation
-share. ``Geometry`` follows from a model's dimensions; ``MemoryBudget`` is what the worker's start adds up.
-Never: a config file, a tensor, a log line.
+Owns: ``Model``, ``Serving`` and ``Geometry``, with the formulas that the documentation's tables are made from.
+Never: a config file, a tensor, vLLM. A started engine's own numbers are ``vllm-gaudi plan``'s.
 
-Ordering rule: B first; pages, rows, budget and conversations follow from it.
+Ordering rule: B first; pages, rows and tokens follow from it.
 """
 
 from __future__ import annotations
@@ -15,52 +14,10 @@ from dataclasses import dataclass
 from vllm_gaudi.bucketing.grid import PREFILL_ROW_TILE, BucketGrid
 from vllm_gaudi.v1.core.sched.block_size import MAX_KERNEL_BLOCK
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import WORD_BYTES, StateShape, pack
+from vllm_gaudi.v1.worker.memory import per_block_layout_factor
 from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
 
 GB = 10**9
-CARD_BYTES = 128 * GB
-"""Memory of the card that is planned for where nobody says another one: Gaudi 3's."""
-
-
-@dataclass(frozen=True)
-class MemoryBudget:
-    """One rank's memory at start, in bytes. ``given``: of --kv-cache-memory-bytes, None without it."""
-
-    total: int  # of the device
-    utilization: float  # share of it that may be used
-    given: int | None
-    taken: int  # gone once the weights are loaded: theirs, and what else the device has given out
-    peak: int  # of the profile run
-    states: int  # slots, reserved and staging rows
-    spare: int  # the spare kernel block
-
-    @property
-    def budget(self) -> int:
-        return int(self.total * self.utilization) if self.given is None else self.given
-
-    @property
-    def available(self) -> int:
-        """What is left for the block pool; not positive where nothing is."""
-        others = self.taken + self.peak if self.given is None else 0
-        return self.budget - others - self.states - self.spare
-
-
-def blocks_of_conversation(block_size: int, num_cached_groups: int, length: int) -> int:
-    """Pool blocks of ``length`` tokens: attention blocks and, to be resumed, one checkpoint where GDN groups cache."""
-    return -(-length // block_size) + num_cached_groups
-
-
-def conversations(num_blocks: int, block_size: int, num_cached_groups: int, length: int, max_num_seqs: int) -> float:
-    """How many conversations of ``length`` tokens fit at a time. The pool's block 0 holds nothing."""
-    return min((num_blocks - 1) / blocks_of_conversation(block_size, num_cached_groups, length), max_num_seqs)
-
-
-def per_block_layout_factor(page_bytes: int, state_bytes: int) -> float:
-    """Share of the pool's blocks that is left where every block also carries a state tensor of its own.
-
-    ``page_bytes``: K and V of a block at one position; ``state_bytes``: state of one GDN layer.
-    """
-    return page_bytes / (page_bytes + state_bytes)
 
 
 @dataclass(frozen=True)
