@@ -94,6 +94,7 @@ ROOMS = (
         types_too=False,
     ),
 )
+NOT_IN_THE_WHEEL = ("tests", "tools", "benchmarks", "setup")
 ENVIRONMENT_READER = "vllm_gaudi/envs.py"
 BRIDGE_IMPORTER = "vllm_gaudi/device.py"
 HOST_CHANGER = "vllm_gaudi/compat.py"
@@ -212,6 +213,8 @@ def faults(path: str, source: str) -> list[str]:
         return found
 
     for imported in imports_of(path, tree):
+        if starts_with(imported.name, NOT_IN_THE_WHEEL):
+            fault(imported.line, f"imports {imported.name}, which the wheel does not hold")
         for room in ROOMS:
             is_inside = path.startswith(room.path)
             is_testing = path.startswith("vllm_gaudi/testing/")
@@ -335,6 +338,8 @@ PLANTED = (
     ("vllm_gaudi/v1/worker/requests.py", "import torch", "imports torch"),
     ("vllm_gaudi/v1/worker/inputs.py", "from vllm_gaudi.testing import engine", "never does"),
     ("vllm_gaudi/v1/worker/memory.py", "import torch", "imports torch"),
+    ("vllm_gaudi/v1/worker/x.py", "def f():\n    from tests.support import faults", "the wheel does not hold"),
+    ("vllm_gaudi/testing/x.py", "from tools.model_sizes import Geometry", "the wheel does not hold"),
     ("vllm_gaudi/cli/__init__.py", "import vllm", "imports vllm outside a function"),
     ("vllm_gaudi/cli/plan.py", "from vllm_gaudi.cli import paper", "imports vllm_gaudi.cli.paper"),
     ("vllm_gaudi/cli/why.py", "def f():\n    import torch", "never does"),

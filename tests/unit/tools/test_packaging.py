@@ -30,11 +30,12 @@ ENTRY_POINTS = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel, built from a copy without git and without an index."""
+    """The wheel, built without an index from a copy without git: the package, and folders that are not to be packed."""
     source = tmp_path_factory.mktemp("source")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "vllm_gaudi", source / "vllm_gaudi", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("vllm_gaudi", "tests/support", "tools"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     target = tmp_path_factory.mktemp("wheel")
     command = [
         sys.executable,
@@ -82,6 +83,12 @@ def test_it_holds_every_module_of_the_package_and_nothing_else(wheel):
     packed = {name for name in wheel[1].namelist() if ".dist-info/" not in name}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_gaudi").rglob("*.py")}
     assert packed - {"vllm_gaudi/py.typed"} == sources
+
+
+def test_of_the_tests_support_it_holds_what_reproduces_a_problem_without_weights(wheel):
+    found = {name for name in wheel[1].namelist() if name.startswith("vllm_gaudi/testing/")}
+    kept = ("__init__", "checkpoints", "engine", "model_free")
+    assert found == {f"vllm_gaudi/testing/{name}.py" for name in kept}, "tests/support is the place for the others"
 
 
 @pytest.mark.parametrize(
