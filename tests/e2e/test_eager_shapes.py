@@ -28,7 +28,7 @@ import torch
 from vllm import SamplingParams
 from vllm_gaudi.testing.engine import engine
 from tests.support.operator_table import ALLOWED
-from tests.support.operators import watch
+from tests.support.operator_recorder import watch
 
 FLAGS = dict(enable_prefix_caching=True, block_size=128, max_model_len=640, max_num_seqs=6, max_num_batched_tokens=256)
 source = random.Random(int(os.environ["SEED"]))

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tests import with_stub
+from tests.support.operator_recorder import Watch, watch
 from tests.support.operator_table import ALLOWED, OPERATORS
-from tests.support.operators import Watch, watch
 from vllm_gaudi import device
 from vllm_gaudi.testing.engine import engine, greedy
 

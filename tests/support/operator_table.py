@@ -2,7 +2,7 @@
 """The operators that a step may ask of the device, each with the reason why that is safe on a Gaudi.
 
 Owns: the table (``OPERATORS``), the exceptions from the rules (``ALLOWED``), and what ``docs/hpu-operators.md`` shows.
-Never: torch; the documentation is made without it. Rules and recorder are in ``operators``.
+Never: torch; the documentation is made without it. The rules are in ``operator_rules``.
 
 Ordering rule: a new operator is recorded first (a test names it and its phases), then gets its row here.
 

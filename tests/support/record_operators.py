@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.tensors_on_cpu:
         device.device_type = lambda: "cpu"  # type: ignore[assignment]
-    from tests.support.operators import Record, watch
+    from tests.support.operator_recorder import Record, watch
     from vllm_gaudi.testing.engine import engine  # vLLM asks for the device's name when it is imported
 
     record = Record()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step asks of the device, operator by operator, and the rules that a Gaudi holds it to.
+"""What a step asks of the device, operator by operator, and which of it breaks a rule.
 
-Owns: the recorder (a dispatch mode for operators, a function mode for reads by the host), the phases of a step, the
-rules. Never: the table of operators (``operator_table``), or anything that changes what a step computes.
+Owns: the recorder (a dispatch mode for operators, a function mode for reads by the host) and the phases of a step.
+Never: a rule (``operator_rules``), the table of operators (``operator_table``), or anything that changes what a step
+computes.
 
 Ordering rule: ``watch`` comes after the engine has started; what start-up does is no step's business.
 
@@ -16,7 +17,7 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -26,6 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support import operator_rules
+from tests.support.operator_rules import WAIT, Call, Rule, dtype_of, may_read
 from tests.support.operator_table import Exceptions
 from vllm_gaudi import device
 from vllm_gaudi.device import HostCopy
@@ -42,19 +45,6 @@ PHASES = {
     "output": "sampled tokens and logprobs go to the host",
 }
 
-SHAPE_DEPENDS_ON_DATA = (
-    "nonzero",
-    "nonzero_numpy",
-    "argwhere",
-    "masked_select",
-    "unique",
-    "_unique",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "bincount",
-    "repeat_interleave.Tensor",
-)
 HOST_READS = (
     "item",
     "tolist",
@@ -70,21 +60,6 @@ HOST_READS = (
     "equal",
     "allclose",
 )
-# These take (tensor, dim, indices, ...).
-INDEXED = (
-    "aten::index_select",
-    "aten::index_copy_",
-    "aten::index_copy",
-    "aten::index_add_",
-    "aten::index_fill_",
-    "aten::gather",
-    "aten::scatter",
-    "aten::scatter_",
-    "aten::scatter_add_",
-)
-SELECTIONS = ("aten::where", "aten::masked_fill", "aten::masked_fill_")
-INT64 = (torch.int64, torch.uint64)
-FLOAT64 = (torch.float64, torch.complex64, torch.complex128)
 
 
 @dataclass(frozen=True)
@@ -167,53 +142,35 @@ class Watch:
     # What is seen
 
     def about_to(self, func: Any, args: Any) -> None:
-        """Look at a call before it is made: on a CPU an index out of range ends it."""
-        phase = self._phase
-        if phase is not None:
-            self._check_indices(
-                func._schema,
-                args,
-                lambda rule, detail: self.record.add(Breach(rule, str(func), phase, _site(), detail)),
-            )
+        """Hold a call to the rules that are looked at before it is made."""
+        if self._phase is not None:
+            self._judge(operator_rules.BEFORE, self._call(func, args, {}, None))
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record a call that was made, and what it breaks."""
         if self._phase is None:
             return
-        record, phase = self.record, self._phase
-        schema = func._schema
-        name = str(func)
-        base = schema.name.split("::")[1]
-        short = f"{base}.{schema.overload_name}" if schema.overload_name else base
-        record.operators.setdefault(name, Counter())[phase] += 1
-        given = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        record.dtypes.setdefault(name, set()).update(_dtype(t) for t in (*given, *made))
+        call, record, name = self._call(func, args, kwargs, out), self.record, str(func)
+        record.operators.setdefault(name, Counter())[call.phase] += 1
+        record.dtypes.setdefault(name, set()).update(dtype_of(t) for t in (*call.given, *call.made))
+        is_view = any(value.alias_info and not value.alias_info.is_write for value in call.schema.returns)
+        if not (call.is_in_graph or is_view or call.phase in ("rows", "output")):
+            record.eager_shapes.add(f"{name} {[tuple(t.shape) for t in call.given]}")
+        self._judge(operator_rules.AFTER, call)
 
-        is_view = any(value.alias_info and not value.alias_info.is_write for value in schema.returns)
-        if not (self._in_region or is_view or phase in ("rows", "output")):
-            record.eager_shapes.add(f"{name} {[tuple(t.shape) for t in given]}")
+    def _call(self, func: Any, args: Any, kwargs: Any, out: Any) -> Call:
+        assert self._phase is not None
+        return Call(func, args, kwargs, out, self._phase, self._in_region, self._persistent, self.allowed)
 
-        def breach(rule: str, detail: str = "") -> None:
-            record.add(Breach(rule, name, phase, _site(), detail))
-
-        if short in SHAPE_DEPENDS_ON_DATA or base in SHAPE_DEPENDS_ON_DATA:
-            breach("the shape depends on data")
-        if short == "_local_scalar_dense" and phase != "output":
-            breach("the host waits for the device")
-        if any(t.dtype in FLOAT64 for t in (*given, *made)):
-            breach("float64 or complex numbers")
-        self._check_int64(schema, given, made, breach)
-        self._check_masks(schema, args, breach)
-        if self._in_region:
-            self._check_writes(schema, short, args, kwargs, breach)
-            if schema.name in SELECTIONS and any(not t.is_floating_point() for t in made):
-                breach("integers are selected in a compiled region")
+    def _judge(self, rules: Mapping[str, Rule], call: Call) -> None:
+        for name, rule in rules.items():
+            for detail in rule(call):
+                self.record.add(Breach(name, str(call.func), call.phase, _site(), detail))
 
     def wait(self, function: str, *, is_of_this_step: bool) -> None:
         """The host waits for a copy, or for the device."""
         if self._phase is not None and is_of_this_step:
-            self.record.add(Breach("the host waits for the device", function, self._phase, _site()))
+            self.record.add(Breach(WAIT, function, self._phase, _site()))
         elif self._phase is not None:
             self.record.num_awaited += 1
 
@@ -223,62 +180,8 @@ class Watch:
             return
         site = _site()
         self.record.reads[site] += 1
-        if site not in self.allowed.reads and self._phase != "rows":
-            self.record.add(Breach("the host waits for the device", function, self._phase, site))
-
-    # The rules
-
-    def _check_int64(self, schema: Any, given: list, made: list, breach: Callable[..., None]) -> None:
-        name = schema.name.split("::")[1]
-        if self._phase == "rows" or name in self.allowed.int64_moves:
-            return
-        if any(t.dtype in INT64 for t in (*given, *made)):
-            takes_indices = schema.name in INDEXED or name in ("embedding", "index")
-            if takes_indices and not any(t.dtype in INT64 for t in (*given[:1], *made)):
-                return  # int64 as an index alone
-            phases, _ = self.allowed.int64.get(name, ("", ""))
-            if self._phase not in phases.split():
-                breach("int64 arithmetic", f"{[_dtype(t) for t in given]} -> {[_dtype(t) for t in made]}")
-
-    def _check_masks(self, schema: Any, args: Any, breach: Callable[..., None]) -> None:
-        if schema.name not in ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"):
-            return
-        for index in args[1]:
-            if index is not None and index.dtype in (torch.bool, torch.uint8):
-                breach("the shape depends on data", "boolean index")
-
-    def _check_indices(self, schema: Any, args: Any, breach: Callable[..., None]) -> None:
-        if schema.name == "aten::embedding":
-            self._check_range(args[1], args[0].shape[0], breach)
-        elif schema.name in ("aten::index", "aten::index_put_"):
-            for dim, index in enumerate(args[1]):
-                if index is not None and index.dtype not in (torch.bool, torch.uint8):
-                    self._check_range(index, args[0].shape[dim], breach)
-        elif schema.name in INDEXED:
-            self._check_range(args[2], args[0].shape[args[1]], breach)
-        elif schema.name == "vllm_gaudi::copy_rows_":
-            for tensors, rows in ((args[0], args[2]), (args[1], args[3])):
-                self._check_range(rows, min(tensor.shape[0] for tensor in tensors), breach)
-        elif schema.name == "vllm_gaudi::zero_rows_":
-            self._check_range(args[1], min(tensor.shape[0] for tensor in args[0]), breach)
-
-    def _check_range(self, index: torch.Tensor, size: int, breach: Callable[..., None]) -> None:
-        if index.numel():
-            low, high = int(index.min()), int(index.max())
-            if low < 0 or high >= size:
-                breach("an index is negative or too large", f"{low}..{high} into {size}")
-
-    def _check_writes(self, schema: Any, short: str, args: Any, kwargs: Any, breach: Callable[..., None]) -> None:
-        if short == "view.dtype":
-            breach("a view of another dtype in a compiled region")
-        for i, argument in enumerate(schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            for tensor in (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)):
-                owner = self._persistent.get(tensor.untyped_storage().data_ptr())
-                if owner is not None and _extent(tensor) != _extent(owner):
-                    breach("a write through a view in a compiled region", f"{_extent(tensor)} of {_extent(owner)}")
+        if not may_read(site, self._phase, self.allowed):
+            self.record.add(Breach(WAIT, function, self._phase, site))
 
 
 class _Operators(TorchDispatchMode):
@@ -435,14 +338,6 @@ def _mark_regions(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _extent(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), _dtype(tensor)
 
 
 def _site() -> str:
