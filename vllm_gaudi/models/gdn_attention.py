@@ -9,6 +9,8 @@ Ordering rule: both state tensors are read completely before either is written.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
@@ -93,7 +95,9 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         conv, ssm = self.kv_cache
         batched = (meta.batch, meta.query)
         kept = meta.kept
-        boundaries = {} if kept is None else {"boundary_first": kept.first, "boundary_every": kept.every}
+        boundaries: dict[str, Any] = (
+            {} if kept is None else {"boundary_first": kept.first, "boundary_every": kept.every}
+        )
         convolved, tail, *tails = self._ops.causal_conv1d_prefill(
             mixed_qkv.reshape(*batched, -1),
             conv.index_select(0, meta.state_read),

@@ -14,6 +14,7 @@ Ordering rule: ``seal`` comes after warm-up; from then on a shape that warm-up d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch._dynamo.utils
@@ -58,7 +59,7 @@ def regions(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 class GraphRunner:
     """``model`` is vLLM's own; hidden states are [rows, hidden]. ``backend`` of torch.compile, None runs eagerly."""
 
-    def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig, backend: str | None = None):
+    def __init__(self, model: Any, vllm_config: VllmConfig, backend: str | None = None):
         self._model = model
         self._vllm_config = vllm_config
         self.warm_shapes: set[Shape] = set()

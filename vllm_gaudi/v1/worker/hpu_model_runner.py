@@ -202,7 +202,8 @@ class HPUModelRunner:
         grid = self.step.grid
         prefills = grid.all_prefill()
         widest = max(prefills, key=lambda bucket: (bucket.batch * bucket.blocks, bucket.rows))
-        for bucket in dict.fromkeys((grid.all_decode()[0], prefills[0], widest)):
+        buckets: tuple[PrefillBucket | DecodeBucket, ...] = (grid.all_decode()[0], prefills[0], widest)
+        for bucket in dict.fromkeys(buckets):
             self.run_pads(bucket)
         self.sampling.warm_up(run_all=False)
 

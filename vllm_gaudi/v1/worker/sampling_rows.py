@@ -95,7 +95,7 @@ class RowSampler(Sampler):
         super().__init__(**arguments)
         self._text_lengths = text_lengths(max_model_len)
 
-    def apply_penalties(  # type: ignore[override]  # static in vLLM, and called on the sampler
+    def apply_penalties(  # static in vLLM, and called on the sampler
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, output_token_ids: list[list[int]]
     ) -> torch.Tensor:
         """Mutates ``logits`` [rows, V] and returns them; ``output_token_ids`` of the requests, the first rows."""
