@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sync", action="store_true", help="without async scheduling")
     options = parser.parse_args(arguments)
     if options.tensors_on_cpu:
-        device.device_type = lambda: "cpu"  # type: ignore[assignment]
+        device.device_type = lambda: "cpu"
     from tests.support.operator_recorder import Record, watch
     from vllm_gaudi.testing.engine import engine  # vLLM asks for the device's name when it is imported
 

@@ -41,7 +41,7 @@ class Ranks:
         )
         self.engine = LLMEngine.from_engine_args(EngineArgs(model=setting.model, **{**DEFAULTS, **flags}))
         self.preempted: set[str] = set()
-        self.scheduler = scheduler = self.engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+        self.scheduler = scheduler = self.engine.engine_core.engine_core.scheduler
         self.block_size: int = scheduler.cache_config.block_size
         schedule = scheduler.schedule
 
@@ -69,7 +69,7 @@ class Ranks:
             names.append(f"r{self._count}")
             self._count += 1
             inputs = {"prompt_token_ids": list(text), **({"cache_salt": salt} if salt else {})}
-            self.engine.add_request(names[-1], inputs, params)  # type: ignore[arg-type]
+            self.engine.add_request(names[-1], inputs, params)
         found = {}
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():

@@ -63,7 +63,7 @@ class Engine:
 
     @property
     def core(self) -> Any:
-        return self._engine.engine_core.engine_core  # type: ignore[attr-defined]
+        return self._engine.engine_core.engine_core
 
     @property
     def scheduler(self) -> Any:
@@ -96,7 +96,7 @@ class Engine:
         if "cache_salt" in kwargs:
             inputs["cache_salt"] = kwargs.pop("cache_salt")
         self._results[req_id] = Result()
-        self._engine.add_request(req_id, inputs, params, **kwargs)  # type: ignore[arg-type]
+        self._engine.add_request(req_id, inputs, params, **kwargs)
         return req_id
 
     def step(self) -> list[str]:
