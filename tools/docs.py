@@ -613,7 +613,7 @@ def subclasses() -> list[Subclass]:
             if theirs:
                 found.append(Subclass(path, node, theirs[0]))
                 found += [Subclass(path, local[base], theirs[0]) for base in bases if base in local]
-    return found
+    return list({(sub.path, sub.node.name): sub for sub in found}.values())  # a mixin may name the base itself
 
 
 def is_private(name: str) -> bool:

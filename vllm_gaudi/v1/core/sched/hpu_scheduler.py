@@ -29,7 +29,13 @@ from vllm_gaudi.v1.core.sched.block_size import (
 from vllm_gaudi.v1.core.sched.cache_stats import CacheStats
 
 if TYPE_CHECKING:
+    from vllm.config import CacheConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler as SchedulerBase
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.request import Request
+else:
+    SchedulerBase = object
 
 logger = init_logger("vllm.vllm_gaudi.scheduler")
 
@@ -72,26 +78,26 @@ def chunk_end_on_grid(start: int, end: int, prefill_end: int, chunk: int, max_to
     return min(end, (start // chunk + 1) * chunk)
 
 
-class GDNGridMixin:
-    """Overrides of ``Scheduler``; goes before it in the bases."""
+class GDNGridMixin(SchedulerBase):
+    """Overrides of ``Scheduler``, which it goes before in the bases and which only a type checker takes for its own."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         # vLLM reads the block size from the live cache config in every step, and runs platform hooks on that config
         # again once the engine is up; the schedulers keep a copy of their own.
-        self.cache_config = copy.copy(self.cache_config)  # type: ignore[has-type]
-        self._caches_gdn_blocks: bool = self.need_mamba_block_aligned_split  # type: ignore[has-type]
-        if self.has_mamba_layers:  # type: ignore[attr-defined]
-            config = self.kv_cache_config  # type: ignore[attr-defined]
+        self.cache_config: CacheConfig = copy.copy(self.cache_config)
+        self._caches_gdn_blocks: bool = self.need_mamba_block_aligned_split
+        if self.has_mamba_layers:
+            config = self.kv_cache_config
             block_size = check_groups(config) if self._caches_gdn_blocks else attention_block_size(config)
             self._gdn_chunk = gdn_chunk_size(block_size)
             self.cache_config.block_size = block_size
-            self.need_mamba_block_aligned_split = True
+            self.need_mamba_block_aligned_split: bool = True
             self._say_budget()
         self._ledger: CheckpointLedger | None = None
         self._deferred: set[str] = set()  # waiting requests that have given way to a twin once
         if self._caches_gdn_blocks:
-            config, coordinator = self.kv_cache_config, self.kv_cache_manager.coordinator  # type: ignore[attr-defined]
+            config, coordinator = self.kv_cache_config, self.kv_cache_manager.coordinator
             self._gdn_managers = [m for m in coordinator.single_type_managers if isinstance(m, GDNCheckpointManager)]
             self._ledger = CheckpointLedger(
                 coordinator.block_pool,
@@ -103,16 +109,16 @@ class GDNGridMixin:
             self._cache_stats = CacheStats(block_size, checkpoint_bytes(config), memory=8 * config.num_blocks)
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        finished = super().finish_requests(request_ids, *args, **kwargs)  # type: ignore[misc]
+        finished = super().finish_requests(request_ids, *args, **kwargs)
         self._deferred.difference_update(request.request_id for request in finished)
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's step, then the blocks of its checkpoints."""
         if self._ledger is None:
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+            return super().schedule(*args, **kwargs)
         self._ledger.start_pass()
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        output = super().schedule(*args, **kwargs)
         self._place_checkpoints(self._ledger, output)
         for manager in self._gdn_managers:
             manager.release_sources()
@@ -123,7 +129,7 @@ class GDNGridMixin:
         """Take blocks for the boundaries that the step crosses and put them into the block tables of ``output``."""
         crossings = []
         for req_id, num_tokens in output.num_scheduled_tokens.items():
-            request = self.requests[req_id]  # type: ignore[attr-defined]
+            request = self.requests[req_id]
             crossings.append(Crossing(request, request.num_computed_tokens - num_tokens, request.num_computed_tokens))
         entries = ledger.take(crossings)
         if not entries:
@@ -134,7 +140,7 @@ class GDNGridMixin:
         for i, req_id in enumerate(cached.req_ids):
             if req_id in entries:
                 if cached.new_block_ids[i] is None:
-                    cached.new_block_ids[i] = tuple([] for _ in self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
+                    cached.new_block_ids[i] = tuple([] for _ in self.kv_cache_config.kv_cache_groups)
                 tables[req_id] = cached.new_block_ids[i]
         for req_id, boundaries in entries.items():
             for n, group in enumerate(groups):
@@ -146,7 +152,7 @@ class GDNGridMixin:
         for new in output.scheduled_new_reqs:
             was_deferred = new.req_id in self._deferred
             self._deferred.discard(new.req_id)
-            request = self.requests[new.req_id]  # type: ignore[attr-defined]
+            request = self.requests[new.req_id]
             if not request.skip_reading_prefix_cache:
                 stats.admitted(
                     request.num_prompt_tokens,
@@ -168,17 +174,17 @@ class GDNGridMixin:
             stats.published(block_hash)
         self._deferred.difference_update(cached.resumed_req_ids)
 
-    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's stats with our counts in them (``v1.metrics`` says why in this field)."""
-        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        stats = super().make_stats(*args, **kwargs)
         if stats is not None and self._ledger is not None:
             stats.waiting_lora_adapters.update(self._cache_stats.drain())
         return stats
 
     def _say_budget(self) -> None:
         """Tell the operator what the token budget costs."""
-        budget = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
-        num_seqs = self.scheduler_config.max_num_seqs  # type: ignore[attr-defined]
+        budget = self.max_num_scheduled_tokens
+        num_seqs = self.scheduler_config.max_num_seqs
         if budget - num_seqs < self._gdn_chunk:
             logger.warning(
                 "--max-num-batched-tokens %d leaves less than one GDN chunk (%d tokens) beside %d decoding sequences: "
@@ -188,7 +194,7 @@ class GDNGridMixin:
                 num_seqs,
                 self._gdn_chunk + num_seqs,
             )
-        block_size, max_model_len = self.cache_config.block_size, self.max_model_len  # type: ignore[attr-defined]
+        block_size, max_model_len = self.cache_config.block_size, self.max_model_len
         if self._caches_gdn_blocks and max_model_len <= block_size:
             logger.warning(
                 "--max-model-len %d is not longer than a block (%d tokens): no prompt can hit the prefix cache",
@@ -198,7 +204,7 @@ class GDNGridMixin:
 
     def _mamba_block_aligned_split(
         self,
-        request: Any,
+        request: Request,
         num_new_tokens: int,
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
@@ -213,13 +219,13 @@ class GDNGridMixin:
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
         if start >= prefill_end:
             return num_new_tokens
-        max_tokens = self.max_num_scheduled_tokens  # type: ignore[attr-defined]
-        threshold = self.scheduler_config.long_prefill_token_threshold  # type: ignore[attr-defined]
+        max_tokens = self.max_num_scheduled_tokens
+        threshold = self.scheduler_config.long_prefill_token_threshold
         if threshold > 0:
             max_tokens = min(max_tokens, threshold)
         return chunk_end_on_grid(start, start + num_new_tokens, prefill_end, self._gdn_chunk, max_tokens) - start
 
-    def _gives_way(self, request: Any, hit: int) -> bool:
+    def _gives_way(self, request: Request, hit: int) -> bool:
         """Whether a request waits one step, once, for the checkpoint that a request of this pass will leave."""
         if self._ledger is None or request.status == RequestStatus.RUNNING or request.skip_reading_prefix_cache:
             return False
@@ -228,7 +234,7 @@ class GDNGridMixin:
         self._deferred.add(request.request_id)
         return True
 
-    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Take back the hashes of blocks that the victim was scheduled to fill and now never will.
 
         vLLM publishes a block's hash when it schedules the step that fills it. Under priority scheduling the victim may
@@ -237,13 +243,13 @@ class GDNGridMixin:
         """
         stale = {
             block.block_id
-            for manager in self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
+            for manager in self.kv_cache_manager.coordinator.single_type_managers
             for i, block in enumerate(manager.req_to_blocks.get(request.request_id, ()))
             if (i + 1) * manager.block_size > request.num_computed_tokens and block.block_hash is not None
         }
         if stale:
-            self.kv_cache_manager.evict_blocks(stale)  # type: ignore[attr-defined]
-        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+            self.kv_cache_manager.evict_blocks(stale)
+        super()._preempt_request(request, *args, **kwargs)
 
 
 class HPUScheduler(GDNGridMixin, Scheduler):
