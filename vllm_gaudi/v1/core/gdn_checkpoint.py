@@ -20,15 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_gaudi.v1.core.retention import is_kept, prompt_ends
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
 EXTRA_SHARE = 1 / 32
 """Of the pool's blocks, for checkpoints that retention does not keep: what they cost is that share of the pool."""
@@ -42,7 +46,7 @@ class GDNCheckpointSpec(MambaSpec):
     def of(cls, spec: MambaSpec) -> GDNCheckpointSpec:
         return cls(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.init})
 
-    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes that one request may hold per layer: the block that it resumes from, during the pass that admits it."""
         return self.page_size_bytes
 
@@ -56,7 +60,7 @@ class Checkpoint:
 
     blocks: tuple[KVCacheBlock, ...]
     boundary: int
-    key: Any = None
+    key: BlockHash | None = None
     is_shared: bool = False
 
 
@@ -64,7 +68,7 @@ class Checkpoint:
 class Crossing:
     """A scheduled request goes from ``start`` to ``end`` tokens in this step."""
 
-    request: Any
+    request: Request
     start: int
     end: int
 
@@ -87,13 +91,13 @@ class CheckpointLedger:
         self._retention = retention_interval
         self._most_extras = int(EXTRA_SHARE * pool.num_gpu_blocks) // len(self._group_ids)
         self._extras: dict[Checkpoint, None] = {}  # oldest first
-        self._by_key: dict[Any, Checkpoint] = {}
+        self._by_key: dict[BlockHash, Checkpoint] = {}
         self._by_block: dict[int, Checkpoint] = {}
         self._pending: dict[str, list[Checkpoint]] = {}  # per request, taken and not published yet
         self._ends: dict[str, dict[int, Checkpoint]] = {}  # per request, the boundaries that its next turn may want
         self._rolling: dict[str, Checkpoint] = {}  # per request, what is kept only until it has reached the next one
-        self._promised: set[Any] = set()
-        self._published: list[Any] = []
+        self._promised: set[BlockHash] = set()
+        self._published: list[BlockHash] = []
         self._num_taken = 0
         self._num_skipped = 0
 
@@ -108,11 +112,11 @@ class CheckpointLedger:
         """Nothing is promised yet."""
         self._promised.clear()
 
-    def promise(self, request: Any, num_tokens: int, cached: int) -> None:
+    def promise(self, request: Request, num_tokens: int, cached: int) -> None:
         """``request`` will stand at ``num_tokens`` after this pass's step; ``cached`` blocks were there before it."""
         self._promised.update(request.block_hashes[cached : num_tokens // self._block_size])
 
-    def is_promised(self, request: Any, hit: int) -> bool:
+    def is_promised(self, request: Request, hit: int) -> bool:
         """Whether a request scheduled in this pass will leave a checkpoint that reaches further than ``hit`` tokens."""
         if not self._promised:
             return False
@@ -126,7 +130,7 @@ class CheckpointLedger:
         checkpoint is taken: it is cached already, not to be kept, or the pool has no block to give.
         """
         entries: dict[str, list[tuple[int, ...]]] = {}
-        wanted: list[tuple[bool, Any, int, int]] = []
+        wanted: list[tuple[bool, Request, int, int]] = []
         for crossing in crossings:
             request, first = crossing.request, crossing.start // self._block_size + 1
             last = crossing.end // self._block_size
@@ -169,7 +173,7 @@ class CheckpointLedger:
 
     # Between passes
 
-    def settle(self, request: Any, num_tokens: int) -> None:
+    def settle(self, request: Request, num_tokens: int) -> None:
         """The first ``num_tokens`` tokens of ``request`` are known: publish what waited for one of them."""
         pending = self._pending.get(request.request_id)
         if not pending:
@@ -207,7 +211,7 @@ class CheckpointLedger:
         for _, checkpoint in sorted(self._ends.pop(request_id, {}).items()):
             self._renew(checkpoint)
 
-    def drain_published(self) -> list[Any]:
+    def drain_published(self) -> list[BlockHash]:
         """Hashes of the boundaries published since the last call."""
         published, self._published = self._published, []
         return published
@@ -220,16 +224,16 @@ class CheckpointLedger:
 
     # One checkpoint
 
-    def _is_kept(self, request: Any, boundary: int) -> bool:
+    def _is_kept(self, request: Request, boundary: int) -> bool:
         return is_kept(
             boundary, self._block_size, self._retention, request.num_prompt_tokens, request.shared_prefix_boundary
         )
 
-    def _key(self, request: Any, boundary: int) -> Any:
+    def _key(self, request: Request, boundary: int) -> BlockHash | None:
         """The boundary's hash, None while its last token is not known."""
         return request.block_hashes[boundary - 1] if boundary <= len(request.block_hashes) else None
 
-    def _known(self, key: Any) -> Checkpoint | None:
+    def _known(self, key: BlockHash | None) -> Checkpoint | None:
         """The checkpoint published under ``key``; none where somebody has taken the hash of one of its blocks away."""
         checkpoint = self._by_key.get(key)
         if checkpoint is None or all(block.block_hash is not None for block in checkpoint.blocks):
@@ -269,7 +273,7 @@ class CheckpointLedger:
         checkpoint.is_shared = True
         self._extras.pop(checkpoint, None)
 
-    def _publish(self, checkpoint: Checkpoint, request: Any, key: Any) -> None:
+    def _publish(self, checkpoint: Checkpoint, request: Request, key: BlockHash) -> None:
         boundary = checkpoint.boundary
         for group, block in zip(self._group_ids, checkpoint.blocks, strict=True):
             self._pool.cache_full_blocks(
@@ -284,7 +288,7 @@ class CheckpointLedger:
         self._by_key[key] = checkpoint
         self._published.append(key)
 
-    def _pass_by(self, request: Any, boundary: int) -> None:
+    def _pass_by(self, request: Request, boundary: int) -> None:
         """``request`` reaches ``boundary``: what was kept only as its last one is an extra one from here on."""
         rolling = self._rolling.get(request.request_id)
         if rolling is None or rolling.boundary >= boundary:
@@ -295,7 +299,7 @@ class CheckpointLedger:
             if len(self._extras) > self._most_extras and not self._has_empty_blocks():
                 self._drop_oldest_extra()
 
-    def _note(self, request: Any, checkpoint: Checkpoint) -> None:
+    def _note(self, request: Request, checkpoint: Checkpoint) -> None:
         """``request`` has a checkpoint that is to be kept: at its last boundary so far, or at an end of its prompt."""
         boundary = checkpoint.boundary
         self._extras.pop(checkpoint, None)
@@ -414,7 +418,7 @@ class GDNCheckpointManager(MambaManager):
 
     def cache_blocks(
         self,
-        request: Any,
+        request: Request,
         num_tokens: int,
         retention_interval: int | None = None,
         *,

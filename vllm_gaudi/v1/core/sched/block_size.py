@@ -8,7 +8,10 @@ Never: ``cache_config.block_size``, which vLLM re-derives on the live config aft
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 DEFAULT_GDN_CHUNK = 64
 """Tokens of a GDN chunk where the block size allows it."""
@@ -27,12 +30,12 @@ def kernel_block_size(block_size: int) -> int:
     return gdn_chunk_size(block_size) if block_size % MAX_KERNEL_BLOCK else MAX_KERNEL_BLOCK
 
 
-def is_gdn_group(group: Any) -> bool:
+def is_gdn_group(group: KVCacheGroupSpec) -> bool:
     """Whether a KV cache group holds recurrent state (its spec names a kind of Mamba) rather than keys and values."""
     return getattr(group.kv_cache_spec, "mamba_type", None) is not None
 
 
-def attention_block_size(kv_cache_config: Any) -> int:
+def attention_block_size(kv_cache_config: KVCacheConfig) -> int:
     """B: tokens per block of the attention group. Raises RuntimeError unless there is exactly one attention group."""
     sizes = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups if not is_gdn_group(g)]
     if len(sizes) != 1:
@@ -43,7 +46,7 @@ def attention_block_size(kv_cache_config: Any) -> int:
     return sizes[0]
 
 
-def check_groups(kv_cache_config: Any) -> int:
+def check_groups(kv_cache_config: KVCacheConfig) -> int:
     """B, where GDN blocks are cached: every group must have blocks of it.
 
     Raises RuntimeError on groups of different block sizes and on vLLM's opt-in Mamba features that resume mid-block.
@@ -69,7 +72,7 @@ def check_groups(kv_cache_config: Any) -> int:
     return block_size
 
 
-def checkpoint_bytes(kv_cache_config: Any) -> int:
+def checkpoint_bytes(kv_cache_config: KVCacheConfig) -> int:
     """Bytes of one boundary's checkpoint on one rank: the unpadded state of every GDN layer."""
     return sum(
         len(group.layer_names) * math.prod(shape) * dtype.itemsize
