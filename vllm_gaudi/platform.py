@@ -129,7 +129,7 @@ class HpuPlatform(Platform):
         return device.total_memory() if _owns_device() else 0
 
     @classmethod
-    def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:  # noqa: A002
+    def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
         return float(_used_memory()) if _owns_device() else 0.0
 
     @classmethod

@@ -60,7 +60,7 @@ class Renderer(contextlib.ExitStack):
                 rendered = self._text(prompt.content, prompt.request)
             else:
                 rendered = self._chat(prompt.content, prompt.request)
-        except Exception as error:  # noqa: BLE001  (a chat template raises what it likes)
+        except Exception as error:  # a chat template raises what it likes
             sentence = paper.sentence_of(error, self._directory, self._given)
             raise UsageError(f"the {prompt.kind} cannot be turned into tokens: {sentence}") from error
         return list(rendered["prompt_token_ids"])

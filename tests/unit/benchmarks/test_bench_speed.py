@@ -11,9 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-import bench_speed  # noqa: E402
-import worker  # noqa: E402
-from bench_speed import OURS, PEER, TRANSFORMERS, Row, Speed, Target  # noqa: E402
+import bench_speed
+import worker
+from bench_speed import OURS, PEER, TRANSFORMERS, Row, Speed, Target
 
 
 def request(length: int, first: float, took: float | None = None, cached: int = 0) -> dict:
