@@ -384,7 +384,7 @@ def run(name: str, dtype: str, command_for: Callable[[Path, int], list[str]], wo
     except Stopped as stopped:
         print(f"demo: {stopped} in phase {phases.number}/{phases.total}: {phases.name}", file=sys.stderr)
         code = stopped.exit_code
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (reported; the server must be stopped in any case)
         report_failure(phases, f"{type(error).__name__}: {error}", server)
         code = 1
     finally:

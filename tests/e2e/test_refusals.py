@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -337,7 +337,7 @@ ASKS = [(name, ask) for name, case in CASES.items() for ask in case.asks]
 
 
 @pytest.fixture
-def error_of(checkpoint, monkeypatch) -> Iterator[Any]:
+def error_of(checkpoint, monkeypatch) -> Callable[[Ask], str]:
     def start(ask: Ask) -> str:
         for key, value in ask.env.items():
             monkeypatch.setenv(key, value)
@@ -345,7 +345,7 @@ def error_of(checkpoint, monkeypatch) -> Iterator[Any]:
             pass
         return str(caught.value)
 
-    yield start
+    return start
 
 
 @pytest.mark.parametrize(("name", "ask"), ASKS, ids=[f"{name}-{i}" for i, (name, _) in enumerate(ASKS)])

@@ -11,7 +11,6 @@ Ordering rule: warm-up really runs here, so each engine has a small ladder.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -70,7 +69,7 @@ class Seen:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     """Filled with one ``Seen`` for each model that an engine loads in the test, from before its first forward."""
     found: list[Seen] = []
     init = HPUModelRunner.__init__
@@ -80,7 +79,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
         found.append(Seen(self.model))
 
     monkeypatch.setattr(HPUModelRunner, "__init__", init_and_watch)
-    yield found
+    return found
 
 
 def shapes_of(grid: BucketGrid) -> set[tuple[Any, ...]]:

@@ -260,7 +260,7 @@ def test_the_bridge_finds_its_variables_when_it_is_imported_and_our_imports_set_
 
 
 def test_what_the_user_set_stays():
-    asked = {name: "the user's" for name in list(DEFAULTS)[::2]}
+    asked = dict.fromkeys(list(DEFAULTS)[::2], "the user's")
     wanted = {**DEFAULTS, **asked}
     assert with_stub.facts("-c", VARIABLES, **asked) == {"imported": asked, "found": wanted, "end": wanted}
 

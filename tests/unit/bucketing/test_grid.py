@@ -313,7 +313,7 @@ class TestBoundaries:
 
 
 @pytest.mark.parametrize(
-    "context, batch, pool, most",
+    ("context", "batch", "pool", "most"),
     [
         (4096, 256, 10**6, MOST_DECODE_TOKENS // 128),  # more than one forward may read: bounded
         (4096, 64, 10**6, 2048),  # all of the requests' contexts

@@ -61,7 +61,7 @@ def test_an_explicit_ladder_is_sorted_cut_and_topped_up(values, multiple, highes
 
 @pytest.mark.parametrize("value", [0, -64, 65, 64.0, "64", True, None, [64]])
 def test_an_explicit_step_that_is_wrong_is_refused_with_name_value_and_what_is_legal(value):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="prefill_query_buckets has") as error:
         explicit("prefill_query_buckets", [64, value], 64, 256)
     text = str(error.value)
     assert text.startswith(f"prefill_query_buckets has {value!r};")

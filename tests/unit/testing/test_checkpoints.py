@@ -51,7 +51,7 @@ def test_a_maker_that_comes_second_leaves_the_first_ones_work_and_no_scratch(tmp
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda _: checkpoints.build("qwen3", "float32", tmp_path), range(2)))
     assert made[0] == made[1]
-    assert [path for path in tmp_path.iterdir()] == [made[0]]
+    assert list(tmp_path.iterdir()) == [made[0]]
 
 
 def test_a_broken_maker_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ def workflow_faults(text: str) -> list[str]:
     found += [f"make has no target {name}" for name in re.findall(r"\bmake ([a-z0-9]+)", script) if name not in targets]
     known = set(re.findall(r"^([A-Z][A-Z0-9_]*) *\?=", MAKEFILE, re.M))
     found += [f"make knows no {name}" for name in re.findall(r"([A-Z][A-Z0-9_]*)=", script) if name not in known]
-    named = {path for path in re.findall(r"\btests/[\w/]+\.py", script)}
+    named = set(re.findall(r"\btests/[\w/]+\.py", script))
     there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "e2e" / "hpu").glob("test_*.py")}
     found += [f"names {path}, which is not there" for path in named if not (ROOT / path).exists()]
     found += [f"does not run {path}" for path in there - named]

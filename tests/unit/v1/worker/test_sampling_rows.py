@@ -48,7 +48,7 @@ def request(name: str, prompt=(1, 2, 3), output=(), **params) -> CachedRequestSt
     )
 
 
-ASKS_MUCH = dict(temperature=0.3, top_p=0.2, top_k=3, presence_penalty=1.0, frequency_penalty=0.5)
+ASKS_MUCH = {"temperature": 0.3, "top_p": 0.2, "top_k": 3, "presence_penalty": 1.0, "frequency_penalty": 0.5}
 
 
 def test_metadata_has_the_rows_of_the_ladder_and_pads_ask_for_nothing(batch):
@@ -79,7 +79,7 @@ def test_metadata_has_the_rows_of_the_ladder_and_pads_ask_for_nothing(batch):
     assert (metadata.prompt_token_ids[3] == VOCAB).all() and metadata.prompt_token_ids[0, :4].tolist() == [1, 2, 3, 40]
 
 
-@pytest.mark.parametrize("length, padded", [(1, 128), (128, 128), (129, 256), (290, 512)])
+@pytest.mark.parametrize(("length", "padded"), [(1, 128), (128, 128), (129, 256), (290, 512)])
 def test_prompts_and_outputs_have_lengths_of_a_ladder(batch, length, padded, monkeypatch):
     assert padded in text_lengths(2 * MAX_LEN)
     seen = []
