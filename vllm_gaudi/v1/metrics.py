@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our counters in vLLM's Prometheus endpoint, through vLLM's stat logger plugin door.
+"""Our metrics in vLLM's Prometheus endpoint, through vLLM's plugin group for stat loggers.
 
-Owns: the Prometheus metrics. Never: counting (``core.sched.cache_stats``).
+Owns: the Prometheus metrics, each created once in a process and labelled by model and engine. Never: counting
+(``core.sched.cache_stats``).
 
-vLLM 0.30 gives a plugin's scheduler no field of its own in the stats that cross the process boundary. LoRA is refused
-by this plugin, so the counts travel in ``SchedulerStats.waiting_lora_adapters`` (name -> count), which vLLM reads only
-when LoRA is on. This goes when vLLM's stats get a field for plugins.
+The counts come in ``SchedulerStats.waiting_lora_adapters``; ``compat`` says why. vLLM takes an installed stat logger
+for the wish to have statistics, so ``--disable-log-stats`` does not turn them off (``docs/metrics.md``).
+
+Ordering rule: vLLM sets PROMETHEUS_MULTIPROC_DIR before prometheus_client is imported, in servers of several processes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from prometheus_client import REGISTRY, Counter, Gauge
-from vllm.config import VllmConfig
+from prometheus_client import Counter, Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_gaudi.v1.core.sched.cache_stats import (
@@ -27,6 +28,10 @@ from vllm_gaudi.v1.core.sched.cache_stats import (
     SKIPPED,
 )
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+
 SLOTS = PREFIX + "slots"
 
 _DOCS = {
@@ -38,32 +43,35 @@ _DOCS = {
     MISSES: "Requests that could have hit the prefix cache and did not, by reason.",
 }
 
+_LABELS = ("model_name", "engine")
+_COUNTERS = {
+    name: Counter(name, doc, labelnames=(*_LABELS, "reason") if name == MISSES else _LABELS)
+    for name, doc in _DOCS.items()
+}
+# As vLLM's own gauges: of several server processes one tells what all of them know.
+_SLOTS_GAUGE = Gauge(
+    SLOTS, "Slots for the GDN states of running requests.", labelnames=_LABELS, multiprocess_mode="mostrecent"
+)
+
 
 class GaudiStatLogger(StatLoggerBase):
-    """Turns the counts of each scheduler step into Prometheus counters."""
+    """Adds the counts of each step of one engine to its Prometheus counters."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0):
-        for collector in list(REGISTRY._collector_to_names):
-            if getattr(collector, "_name", "").startswith(PREFIX):
-                REGISTRY.unregister(collector)
-        labels = {"model_name": vllm_config.model_config.served_model_name, "engine": str(engine_index)}
-        self._counters: dict[str, Any] = {}
-        for name, doc in _DOCS.items():
-            names = [*labels, "reason"] if name == MISSES else [*labels]
-            counter = Counter(name, doc, labelnames=names)
+        labels = (vllm_config.model_config.served_model_name, str(engine_index))
+        self._counters: dict[str, Counter] = {}
+        for name, counter in _COUNTERS.items():
             if name == MISSES:
-                for reason in REASONS:
-                    self._counters[f"{name}:{reason}"] = counter.labels(**labels, reason=reason)
+                self._counters.update({f"{name}:{reason}": counter.labels(*labels, reason) for reason in REASONS})
             else:
-                self._counters[name] = counter.labels(**labels)
-        slots = Gauge(SLOTS, "Slots for the GDN states of running requests.", labelnames=[*labels])
-        slots.labels(**labels).set(vllm_config.scheduler_config.max_num_seqs)
+                self._counters[name] = counter.labels(*labels)
+        _SLOTS_GAUGE.labels(*labels).set(vllm_config.scheduler_config.max_num_seqs)
 
     def record(
         self,
-        scheduler_stats: Any | None,
-        iteration_stats: Any | None,
-        mm_cache_stats: Any | None = None,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
         if scheduler_stats is None:
