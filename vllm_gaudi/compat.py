@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place where the host (vLLM, torch) is changed, row by row, each with the condition that removes it.
 
-Owns: ``ROWS``, what is changed and why, and the functions that do it. Every function is idempotent.
+Owns: ``ROWS``, what is changed and why, and the functions that do it. Every function is idempotent. One row changes
+nothing but uses a field of vLLM's for what it is not meant for: the scheduler fills it and ``v1.metrics`` reads it.
 Never: a change without a row, or a row without a test in ``tests/unit/test_compat.py`` that fails when it can go.
 
 Ordering rule: ``define_torchvision_schemas`` runs before anybody imports torchvision.
@@ -69,6 +70,15 @@ ROWS: tuple[Row, ...] = (
         versions="vLLM 0.30",
         removal="Attention can be registered out of tree, or calls its implementation with what it holds itself",
         test="test_vllm_s_attention_has_no_door_and_looks_itself_up_by_name",
+    ),
+    Row(
+        symbol="SchedulerStats.waiting_lora_adapters",
+        symptom="the plugin's counters stay in the scheduler's process, and /metrics, in another one, lacks them",
+        cause="the statistics that cross the process boundary are a fixed record; this field of it maps names to "
+        "counts, and vLLM reads it with LoRA only, which the plugin refuses",
+        versions="vLLM 0.30",
+        removal="SchedulerStats gets a field for plugins; where LoRA is admitted the counts need another field at once",
+        test="test_vllm_s_statistics_have_no_field_for_a_plugin",
     ),
 )
 

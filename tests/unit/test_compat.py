@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_gaudi import compat, device, envs
+from vllm_gaudi import capabilities, compat, device, envs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -246,3 +246,29 @@ def test_a_layer_is_extended_by_a_subclass_of_its_own_class_only():
     assert layer.twice() == 2
     with pytest.raises(TypeError, match="int is no subclass of Extended"):
         compat.extend(layer, int)
+
+
+# Statistics
+
+
+def test_vllm_s_statistics_have_no_field_for_a_plugin():
+    tree = ast.parse(host_file("vllm", "v1/metrics/stats.py").read_text())
+    stats = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SchedulerStats")
+    fields = {
+        ast.unparse(node.target): ast.unparse(node.annotation) for node in stats.body if type(node) is ast.AnnAssign
+    }
+    assert fields["waiting_lora_adapters"] == "dict[str, int]"
+    words = ("plugin", "custom", "extra", "additional", "platform")
+    assert not [name for name in fields if any(word in name for word in words)]
+
+
+def test_vllm_reads_the_field_that_carries_our_counts_with_lora_only():
+    tree = ast.parse(host_file("vllm", "v1/metrics/loggers.py").read_text())
+    guards = [
+        n for n in ast.walk(tree) if isinstance(n, ast.If) and "gauge_lora_info is not None" in ast.unparse(n.test)
+    ]
+    guarded = {id(inner) for guard in guards for inner in ast.walk(guard)}
+    reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "waiting_lora_adapters"]
+    assert reads
+    assert all(id(read) in guarded for read in reads)
+    assert "lora" in {row.name for row in capabilities.TABLE}
