@@ -8,6 +8,9 @@ vLLM calls every function here more than once and in several processes, so each 
 from __future__ import annotations
 
 import logging
+import sys
+
+PLATFORM = "vllm_gaudi.platform.HpuPlatform"
 
 _logger = logging.getLogger("vllm.vllm_gaudi")
 
@@ -21,7 +24,12 @@ def register() -> str | None:
     except Exception:
         _logger.exception("vllm_gaudi could not prepare this process; the HPU platform is not registered")
         return None
-    return "vllm_gaudi.platform.HpuPlatform"
+    # `import vllm` already asks for the platform. Where our own module began that import, it has no class yet: vLLM
+    # imports it anew and whole, and that one stays.
+    module, _, class_name = PLATFORM.rpartition(".")
+    if not hasattr(sys.modules.get(module), class_name):
+        sys.modules.pop(module, None)
+    return PLATFORM
 
 
 def register_utils() -> None:

@@ -28,6 +28,7 @@ import vllm_gaudi
 
 light = [name for name in ("torch", "vllm", "numpy", "habana_frameworks") if name in sys.modules]
 
+from vllm_gaudi import platform  # before vLLM, which asks for this module while it is imported
 from vllm.platforms import current_platform
 from vllm_gaudi import device
 from vllm_gaudi.attention.backend import HPUAttentionBackend, block_size_granule
@@ -38,6 +39,7 @@ facts = {
     "heavy": light,
     "bridge_before": "habana_frameworks" in sys.modules,
     "platform": type(current_platform).__name__,
+    "one_platform": type(current_platform) is platform.HpuPlatform,
     "device_type": current_platform.device_type,
     "device_name": current_platform.device_name,
     "dispatch_key": current_platform.dispatch_key,
@@ -131,7 +133,7 @@ def assert_common(found: dict[str, Any], device_type: str) -> None:
     """What does not depend on the device: the plugin is the platform, imports little, and names its own classes."""
     assert found["heavy"] == [] and found["bridge_before"] is False
     assert found["variables_before"] == [] and found["bridge_after_config"] is False
-    assert (found["platform"], found["out_of_tree"]) == ("HpuPlatform", True)
+    assert (found["platform"], found["out_of_tree"], found["one_platform"]) == ("HpuPlatform", True, True)
     assert found["communicator"] == "vllm_gaudi.distributed.hpu_communicator.HpuCommunicator"
     assert found["config"] == {
         "device": device_type,
