@@ -7,8 +7,10 @@ to import and the stat logger uses nothing of it but the base class.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +107,27 @@ def test_two_server_processes_tell_one_engine_s_metrics_once(tmp_path):
     assert [one for one in samples if one[0] == f"{SAVED}_total"] == [[f"{SAVED}_total", labels, 5]]
     names = [json.dumps(one[:2], sort_keys=True) for one in samples]
     assert len(set(names)) == len(names)
+
+
+# What docs/metrics.md says of --disable-log-stats
+
+
+def test_vllm_takes_an_installed_stat_logger_for_the_wish_to_have_statistics():
+    """Once it does not, the documentation may say that the flag turns the plugin's metrics off."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    vllm = Path(spec.origin).parent
+    assert "self.log_stats = log_stats or has_custom_loggers" in (vllm / "v1/engine/async_llm.py").read_text()
+    server = (vllm / "entrypoints/cli/serve.py").read_text()
+    several = server[server.index("def run_multi_api_server") :]
+    assert "log_stats = not engine_args.disable_log_stats" in several, "the engine of several servers obeys the flag"
+
+
+def test_the_documented_list_of_plugins_leaves_out_the_stat_logger_alone():
+    listed = re.findall(r"VLLM_PLUGINS=(\S+)", (ROOT / "docs" / "metrics.md").read_text())
+    groups = re.findall(
+        r'^\[project.entry-points."(vllm\.\w+)"\]\n((?:[^[#\n].*\n)+)', (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    names = {group: re.findall(r'^"?([\w.]+)"? =', lines, re.M) for group, lines in groups}
+    assert names.pop("vllm.stat_logger_plugins") == ["vllm_gaudi"]
+    assert [one.split(",") for one in listed] == [[name for group in names.values() for name in group]]
