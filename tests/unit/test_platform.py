@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The platform: each setting of vLLM's config reaches its row of the refusal table, and a second check changes nothing.
 
-The config is a stand-in with the attributes that the platform reads; a real one would need a checkpoint. Needs vLLM.
+Needs vLLM.
 """
 
 from __future__ import annotations
@@ -25,90 +25,6 @@ def platform():
     from vllm_gaudi import platform
 
     return platform
-
-
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch):
-    for name in ("VLLM_COMPACT_GDN", "VLLM_CONTIGUOUS_PA", "VLLM_DEFRAG", "PT_HPU_LAZY_MODE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def config_of(**changes: Any) -> SimpleNamespace:
-    """A supported hybrid engine. ``changes``: ``section__name=value``, or ``name=value`` of the config itself."""
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(
-            architecture="Qwen3_5ForCausalLM",
-            runner_type="generate",
-            is_hybrid=True,
-            is_encoder_decoder=False,
-            use_mla=False,
-            get_sliding_window=lambda: None,
-            multimodal_config=None,
-            enable_prompt_embeds=False,
-            dtype=torch.bfloat16,
-            quantization=None,
-            enable_sleep_mode=False,
-            enable_return_routed_experts=False,
-            return_sampling_mask=False,
-            max_model_len=4096,
-            use_fp64_gumbel=False,
-        ),
-        cache_config=SimpleNamespace(
-            cache_dtype="auto",
-            kv_cache_dtype_skip_layers=[],
-            kv_offloading_size=None,
-            use_replayssm=False,
-            kv_sharing_fast_prefill=False,
-            block_size=128,
-            user_specified_block_size=False,
-            enable_prefix_caching=False,
-            mamba_cache_mode="none",
-            mamba_block_size=None,
-            mamba_cache_dtype="auto",
-            prefix_match_unit=None,
-            enable_mamba_fine_grained_prefix_cache=False,
-        ),
-        parallel_config=SimpleNamespace(
-            worker_cls="auto",
-            pipeline_parallel_size=1,
-            data_parallel_size=1,
-            prefill_context_parallel_size=1,
-            decode_context_parallel_size=1,
-            enable_expert_parallel=False,
-            enable_eplb=False,
-            enable_elastic_ep=False,
-            enable_dbo=False,
-            ubatch_size=0,
-        ),
-        scheduler_config=SimpleNamespace(
-            scheduler_cls=None,
-            async_scheduling=True,
-            enable_chunked_prefill=True,
-            disable_hybrid_kv_cache_manager=None,
-        ),
-        compilation_config=SimpleNamespace(mode=None, cudagraph_mode=None, cudagraph_capture_sizes=[1, 2]),
-        offload_config=SimpleNamespace(
-            uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
-        ),
-        speculative_config=None,
-        lora_config=None,
-        weight_transfer_config=None,
-        kv_transfer_config=None,
-        ec_transfer_config=None,
-        watermark_config=None,
-        diffusion_config=None,
-        profiler_config=SimpleNamespace(profiler=None),
-        attention_config=SimpleNamespace(backend=None),
-        mamba_config=SimpleNamespace(backend=SimpleNamespace(name="TRITON"), enable_stochastic_rounding=False),
-        use_v2_model_runner=False,
-        additional_config={},
-    )
-    for name, value in changes.items():
-        section, _, attribute = name.rpartition("__")
-        target = getattr(config, f"{section}_config") if section else config
-        assert hasattr(target, attribute), name
-        setattr(target, attribute, value)
-    return config
 
 
 def snapshot(config: SimpleNamespace) -> dict[str, Any]:
@@ -198,7 +114,7 @@ def refused_rows(platform, config) -> list[str]:
 
 
 @pytest.mark.parametrize(("changes", "row"), WIRES, ids=[f"{row}-{n}" for n, (_, row) in enumerate(WIRES)])
-def test_a_setting_reaches_its_refusal(platform, changes, row):
+def test_a_setting_reaches_its_refusal(platform, config_of, changes, row):
     config = config_of(**changes)
     assert refused_rows(platform, config) == [row]
     before = snapshot(config)
@@ -208,7 +124,7 @@ def test_a_setting_reaches_its_refusal(platform, changes, row):
 
 
 @pytest.mark.parametrize(("name", "text", "row"), VARIABLES)
-def test_a_variable_reaches_its_refusal(platform, monkeypatch, name, text, row):
+def test_a_variable_reaches_its_refusal(platform, config_of, monkeypatch, name, text, row):
     monkeypatch.setenv(name, text)
     assert refused_rows(platform, config_of()) == [row]
 
@@ -229,12 +145,12 @@ def test_every_row_has_its_wire():
     ],
     ids=range(6),
 )
-def test_what_is_supported_passes(platform, changes):
+def test_what_is_supported_passes(platform, config_of, changes):
     assert refused_rows(platform, config_of(**changes)) == []
 
 
 @pytest.mark.parametrize(("is_async", "name"), [(True, "HPUAsyncScheduler"), (False, "HPUScheduler")])
-def test_worker_and_scheduler_are_chosen_and_vllms_compiler_is_off(platform, is_async, name):
+def test_worker_and_scheduler_are_chosen_and_vllms_compiler_is_off(platform, config_of, is_async, name):
     from vllm.config import CompilationMode, CUDAGraphMode
 
     config = config_of(scheduler__async_scheduling=is_async)
@@ -248,7 +164,7 @@ def test_worker_and_scheduler_are_chosen_and_vllms_compiler_is_off(platform, is_
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("mode", ["align", "none"])
-def test_a_second_check_on_the_live_config_changes_nothing(platform, caching, mode):
+def test_a_second_check_on_the_live_config_changes_nothing(platform, config_of, caching, mode):
     """vLLM repeats it once the engine runs; whatever it lowered then would split scheduler from worker."""
     config = config_of(cache__enable_prefix_caching=caching, cache__mamba_cache_mode=mode)
     platform.HpuPlatform.check_and_update_config(config)
