@@ -124,8 +124,8 @@ def code(text: object) -> str:
 
 
 def placeholders(sentence: str) -> str:
-    """``{facts.dtype}`` -> ``<dtype>`` in a code span, which Markdown leaves alone."""
-    return re.sub(r"\{facts\.(\w+)\}", r"`<\1>`", sentence)
+    """``{value}`` -> ``<value>`` and ``{value[dtype]}`` -> ``<dtype>``, in a code span, which Markdown leaves alone."""
+    return re.sub(r"\{(?:value\[)?(\w+)\]?\}", r"`<\1>`", sentence)
 
 
 def entries(text: str) -> list[str]:
@@ -328,8 +328,9 @@ def refusal_table() -> str:
     rows = []
     for row in capabilities.TABLE:
         asked = ", ".join(code(name) for name in entries(row.sentence)) or "-"
-        rows.append((code(row.name), asked, placeholders(row.sentence)))
-    return table(("row", "change", "sentence"), rows)
+        models = "hybrids" if row.hybrid_only else "all"
+        rows.append((code(row.name), models, asked, placeholders(row.sentence)))
+    return table(("row", "models", "change", "sentence"), rows)
 
 
 def architectures() -> str:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The refusal table: what vLLM offers and this plugin does not, each with the sentence an operator reads at start.
 
-Owns: ``Facts`` (plain values), ``TABLE`` (name, predicate over the facts, sentence) and ``refuse``.
-Never: vLLM or torch imports, warnings instead of refusals, a refusal that does not name what to change.
+Owns: ``TABLE`` (name, what is read of vLLM's configuration, sentence, when) and ``refuse``.
+Never: vLLM or torch imports (a configuration is read by its attributes), warnings instead of refusals, a refusal that
+does not name what to change.
 
 Ordering rule: the table is read at every configuration check, before any worker exists; all refusals that apply are
 reported together, so that nobody repairs a command line one restart at a time.
@@ -11,7 +12,11 @@ reported together, so that nobody repairs a command line one restart at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_gaudi import device, envs
+from vllm_gaudi.bucketing.grid import CONFIG_KEYS
 
 SUPPORTED_ARCHITECTURES: tuple[str, ...] = (
     "Qwen3NextForCausalLM",
@@ -25,321 +30,382 @@ SUPPORTED_ARCHITECTURES: tuple[str, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the table is asked about. Defaults describe a supported engine, so a test states only what it changes."""
+Config = Any
+"""vLLM's ``VllmConfig``, of which attributes are read."""
 
-    architecture: str = "Qwen3_5ForCausalLM"
-    runner: str = "generate"
-    is_hybrid: bool = True
-    is_encoder_decoder: bool = False
-    uses_mla: bool = False
-    sliding_window: int | None = None
-    takes_multimodal_inputs: bool = False
-    encoder_only: bool = False
-    prompt_embeds: bool = False
-    dtype: str = "bfloat16"
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    skipped_kv_cache_layers: bool = False
-    speculative_method: str | None = None
-    lora: bool = False
-    sleep_mode: bool = False
-    weight_transfer: bool = False
-    kv_connector: bool = False
-    kv_offloading: bool = False
-    encoder_connector: bool = False
-    weight_offloading: bool = False
-    pipeline_parallel: int = 1
-    data_parallel: int = 1
-    prefill_context_parallel: int = 1
-    decode_context_parallel: int = 1
-    expert_parallel: bool = False
-    microbatching: bool = False
-    v2_model_runner: bool = False
-    routed_experts_returned: bool = False
-    sampling_mask_returned: bool = False
-    float64_noise: bool = False
-    watermark: bool = False
-    diffusion: bool = False
-    profiler: bool = False
-    batch_invariant: bool = False
-    attention_backend: str | None = None
-    gdn_prefill_backend: str | None = None
-    mamba_backend: str = "triton"
-    mamba_cache_dtype: str = "auto"
-    stochastic_rounding: bool = False
-    replayssm: bool = False
-    kv_sharing_fast_prefill: bool = False
-    chunked_prefill: bool = True
-    hybrid_manager_disabled: bool = False
-    foreign_scheduler: str | None = None
-    foreign_worker: str | None = None
-    block_size: int | None = None
-    block_size_granule: int = 128
-    mamba_cache_mode: str = "none"
-    prefix_match_unit: int | None = None
-    fine_grained_junctions: bool = False
-    compact_gdn: bool = True
-    contiguous_pa: bool = False
-    defragmenter: bool = False
-    lazy_mode: bool = False
-    unknown_additional_keys: tuple[str, ...] = field(default_factory=tuple)
+DEFAULT_BLOCK_SIZE = 128
+"""Tokens of a block where neither the user nor a hybrid model asks for another size; Gaudi's kernel block."""
+
+HOST_BLOCK_GRANULE = 16
+
+
+def block_size_granule() -> int:
+    """Tokens that every block size must be a multiple of."""
+    return DEFAULT_BLOCK_SIZE if device.is_hpu() else HOST_BLOCK_GRANULE
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """``applies`` is asked about the facts; ``sentence`` is formatted with ``facts`` and names the flag to change."""
+    """One row of the table.
+
+    ``read``: the value that is judged, of vLLM's configuration or of a variable; ``sentence``: formatted with
+    ``{value}``, and names the flag or variable to change; ``when``: whether the value is refused; ``hybrid_only``:
+    whether the reason is true for models with GDN layers alone.
+    """
 
     name: str
-    applies: Callable[[Facts], bool]
+    read: Callable[[Config], Any]
     sentence: str
+    when: Callable[[Any], Any] = bool
+    hybrid_only: bool = False
+
+    def refuses(self, config: Config) -> str | None:
+        """The sentence, or None where the row lets ``config`` pass."""
+        value = self.read(config)
+        if not self.when(value) or (self.hybrid_only and not config.model_config.is_hybrid):
+            return None
+        return self.sentence.format(value=value)
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None
+
+
+def _dtype(config: Config) -> str:
+    return str(config.model_config.dtype).removeprefix("torch.")
+
+
+def _is_not_the_models(dtypes: dict[str, str]) -> bool:
+    return dtypes["asked"] not in ("auto", dtypes["model"])
+
+
+def _multimodal(config: Config, name: str) -> bool | None:
+    """A switch of the multimodal configuration; None where the model has none."""
+    multimodal = config.model_config.multimodal_config
+    return None if multimodal is None else getattr(multimodal, name)
+
+
+def _additional(config: Config) -> dict[str, Any]:
+    return config.additional_config if isinstance(config.additional_config, dict) else {}
+
+
+def _class_path(given: str | type | None) -> str | None:
+    return f"{given.__module__}.{given.__qualname__}" if isinstance(given, type) else given
+
+
+def _is_foreign(path: str | None) -> bool:
+    return path not in (None, "auto") and str(path).partition(".")[0] != "vllm_gaudi"
 
 
 TABLE: tuple[Refusal, ...] = (
     Refusal(
         "architecture",
-        lambda f: f.architecture not in SUPPORTED_ARCHITECTURES,
-        "model architecture {facts.architecture} is not supported; pass --model with one of: "
-        + ", ".join(SUPPORTED_ARCHITECTURES),
+        lambda c: c.model_config.architecture,
+        "model architecture {value} is not supported; pass --model with one of: " + ", ".join(SUPPORTED_ARCHITECTURES),
+        lambda name: name not in SUPPORTED_ARCHITECTURES,
     ),
     Refusal(
         "pooling",
-        lambda f: f.runner != "generate",
-        "pooling, embedding and scoring models are not supported; remove --runner {facts.runner} (and --convert)",
+        lambda c: c.model_config.runner_type,
+        "pooling, embedding and scoring models are not supported; remove --runner {value} (and --convert)",
+        lambda runner: runner != "generate",
     ),
     Refusal(
         "multimodal-inputs",
-        lambda f: f.takes_multimodal_inputs,
+        lambda c: _multimodal(c, "language_model_only"),
         "multimodal inputs are not supported; add --language-model-only to serve the text part of this model",
+        lambda is_text_only: is_text_only is False,
     ),
     Refusal(
         "encoder-decoder",
-        lambda f: f.is_encoder_decoder,
+        lambda c: c.model_config.is_encoder_decoder,
         "encoder-decoder models are not supported; pass --model with a decoder-only model",
     ),
-    Refusal("mla", lambda f: f.uses_mla, "MLA attention is not supported; pass --model with a model without MLA"),
+    Refusal(
+        "mla",
+        lambda c: c.model_config.use_mla,
+        "MLA attention is not supported; pass --model with a model without MLA",
+    ),
     Refusal(
         "sliding-window",
-        lambda f: f.sliding_window is not None,
-        "sliding-window attention ({facts.sliding_window} tokens) is not supported; "
+        lambda c: c.model_config.get_sliding_window(),
+        "sliding-window attention ({value} tokens) is not supported; "
         "pass --disable-sliding-window or --model with a model of full attention",
+        _is_set,
     ),
     Refusal(
         "prompt-embeds",
-        lambda f: f.prompt_embeds,
+        lambda c: c.model_config.enable_prompt_embeds,
         "prompt embeddings are not supported; remove --enable-prompt-embeds",
     ),
     Refusal(
         "dtype",
-        lambda f: f.dtype not in ("bfloat16", "float32"),
-        "model dtype {facts.dtype} is not supported; pass --dtype bfloat16 (or float32)",
+        _dtype,
+        "model dtype {value} is not supported; pass --dtype bfloat16 (or float32)",
+        lambda dtype: dtype not in ("bfloat16", "float32"),
     ),
     Refusal(
         "quantization",
-        lambda f: f.quantization is not None,
-        "quantised weights ({facts.quantization}) are not supported; "
-        "remove --quantization and pass an unquantised checkpoint",
+        lambda c: c.model_config.quantization,
+        "quantised weights ({value}) are not supported; remove --quantization and pass an unquantised checkpoint",
+        _is_set,
     ),
     Refusal(
         "kv-cache-dtype",
-        lambda f: f.kv_cache_dtype not in ("auto", f.dtype) or f.skipped_kv_cache_layers,
-        "a KV cache of type {facts.kv_cache_dtype} beside a {facts.dtype} model is not supported; "
-        "remove --kv-cache-dtype and --kv-cache-dtype-skip-layers",
+        lambda c: {"asked": c.cache_config.cache_dtype, "model": _dtype(c)},
+        "a KV cache of type {value[asked]} beside a {value[model]} model is not supported; remove --kv-cache-dtype",
+        _is_not_the_models,
+    ),
+    Refusal(
+        "kv-cache-dtype-skip-layers",
+        lambda c: ", ".join(c.cache_config.kv_cache_dtype_skip_layers),
+        "layers whose KV cache has another type ({value}) are not supported; remove --kv-cache-dtype-skip-layers",
     ),
     Refusal(
         "speculative-decoding",
-        lambda f: f.speculative_method is not None,
-        "speculative decoding ({facts.speculative_method}) is not supported; remove --speculative-config",
+        lambda c: None if c.speculative_config is None else str(c.speculative_config.method),
+        "speculative decoding ({value}) is not supported; remove --speculative-config",
+        _is_set,
     ),
-    Refusal("lora", lambda f: f.lora, "LoRA is not supported; remove --enable-lora"),
+    Refusal("lora", lambda c: c.lora_config, "LoRA is not supported; remove --enable-lora", _is_set),
     Refusal(
         "sleep-mode",
-        lambda f: f.sleep_mode,
+        lambda c: c.model_config.enable_sleep_mode,
         "sleep mode is not supported; remove --enable-sleep-mode",
     ),
     Refusal(
         "weight-transfer",
-        lambda f: f.weight_transfer,
+        lambda c: c.weight_transfer_config,
         "online weight transfer is not supported; remove --weight-transfer-config",
+        _is_set,
     ),
     Refusal(
         "kv-connector",
-        lambda f: f.kv_connector,
+        lambda c: c.kv_transfer_config,
         "KV connectors are not supported; remove --kv-transfer-config",
+        _is_set,
     ),
     Refusal(
         "kv-offloading",
-        lambda f: f.kv_offloading,
+        lambda c: c.cache_config.kv_offloading_size,
         "KV cache offloading is not supported; remove --kv-offloading-size",
+        _is_set,
     ),
     Refusal(
         "encoder-connector",
-        lambda f: f.encoder_connector,
+        lambda c: c.ec_transfer_config,
         "encoder cache connectors are not supported; remove --ec-transfer-config",
+        _is_set,
     ),
     Refusal(
         "weight-offloading",
-        lambda f: f.weight_offloading,
+        lambda c: max(c.offload_config.uva.cpu_offload_gb, c.offload_config.prefetch.offload_group_size),
         "weight offloading is not supported; remove --cpu-offload-gb and the other offload flags",
+        lambda size: size > 0,
     ),
     Refusal(
         "pipeline-parallel",
-        lambda f: f.pipeline_parallel > 1,
-        "pipeline parallelism is not supported; pass --pipeline-parallel-size 1 instead of {facts.pipeline_parallel}",
+        lambda c: c.parallel_config.pipeline_parallel_size,
+        "pipeline parallelism is not supported; pass --pipeline-parallel-size 1 instead of {value}",
+        lambda size: size > 1,
     ),
     Refusal(
         "data-parallel",
-        lambda f: f.data_parallel > 1,
-        "data parallelism is not supported; pass --data-parallel-size 1 instead of {facts.data_parallel}",
+        lambda c: c.parallel_config.data_parallel_size,
+        "data parallelism is not supported; pass --data-parallel-size 1 instead of {value}",
+        lambda size: size > 1,
     ),
     Refusal(
         "context-parallel",
-        lambda f: f.prefill_context_parallel > 1 or f.decode_context_parallel > 1,
+        lambda c: max(c.parallel_config.prefill_context_parallel_size, c.parallel_config.decode_context_parallel_size),
         "context parallelism is not supported; "
         "pass --prefill-context-parallel-size 1 and --decode-context-parallel-size 1",
+        lambda size: size > 1,
     ),
     Refusal(
         "expert-parallel",
-        lambda f: f.expert_parallel,
+        lambda c: (
+            c.parallel_config.enable_expert_parallel
+            or c.parallel_config.enable_eplb
+            or c.parallel_config.enable_elastic_ep
+        ),
         "expert parallelism is not supported; remove --enable-expert-parallel, --enable-eplb and --enable-elastic-ep",
     ),
     Refusal(
         "microbatching",
-        lambda f: f.microbatching,
+        lambda c: c.parallel_config.enable_dbo or c.parallel_config.ubatch_size > 0,
         "microbatching is not supported; remove --enable-dbo and pass --ubatch-size 0",
     ),
     Refusal(
         "v2-model-runner",
-        lambda f: f.v2_model_runner and not f.watermark,  # vLLM itself picks V2 for a watermark
+        lambda c: c.use_v2_model_runner and c.watermark_config is None,  # vLLM itself picks V2 for a watermark
         "vLLM's V2 model runner is not supported; unset VLLM_USE_V2_MODEL_RUNNER or set it to 0",
     ),
     Refusal(
         "routed-experts",
-        lambda f: f.routed_experts_returned,
+        lambda c: c.model_config.enable_return_routed_experts,
         "returning routed experts is not supported; remove --enable-return-routed-experts",
     ),
     Refusal(
         "sampling-mask",
-        lambda f: f.sampling_mask_returned,
+        lambda c: c.model_config.return_sampling_mask,
         "returning the sampling mask is not supported; remove --return-sampling-mask",
     ),
     Refusal(
         "float64-noise",
-        lambda f: f.float64_noise,
+        lambda c: c.model_config.use_fp64_gumbel,
         "sampling with float64 noise is not supported, a Gaudi computes in float32; remove --use-fp64-gumbel",
     ),
-    Refusal("watermark", lambda f: f.watermark, "watermarking is not supported; remove --watermark-config"),
-    Refusal("diffusion", lambda f: f.diffusion, "diffusion models are not supported; remove --diffusion-config"),
-    Refusal("profiler", lambda f: f.profiler, "vLLM's profiler is not supported; remove --profiler-config"),
+    Refusal(
+        "watermark",
+        lambda c: c.watermark_config,
+        "watermarking is not supported; remove --watermark-config",
+        _is_set,
+    ),
+    Refusal(
+        "diffusion",
+        lambda c: c.diffusion_config,
+        "diffusion models are not supported; remove --diffusion-config",
+        _is_set,
+    ),
+    Refusal(
+        "profiler",
+        lambda c: c.profiler_config.profiler,
+        "vLLM's profiler is not supported; remove --profiler-config",
+        _is_set,
+    ),
     Refusal(
         "encoder-only",
-        lambda f: f.encoder_only,
+        lambda c: _multimodal(c, "mm_encoder_only"),
         "running a model's encoder alone is not supported; remove --mm-encoder-only",
     ),
     Refusal(
         "batch-invariant",
-        lambda f: f.batch_invariant,
+        lambda c: envs.get("VLLM_BATCH_INVARIANT"),
         "vLLM's batch-invariant kernels are not supported, and not needed: products run in fixed row tiles; "
         "unset VLLM_BATCH_INVARIANT",
     ),
     Refusal(
         "attention-backend",
-        lambda f: f.attention_backend not in (None, "CUSTOM"),
-        "the attention backend {facts.attention_backend} is not supported; remove --attention-backend",
+        lambda c: None if c.attention_config.backend is None else c.attention_config.backend.name,
+        "the attention backend {value} is not supported; remove --attention-backend",
+        lambda name: name not in (None, "CUSTOM"),
     ),
     Refusal(
         "gdn-prefill-backend",
-        lambda f: f.gdn_prefill_backend is not None,
-        "the GDN prefill backend {facts.gdn_prefill_backend} is not supported; remove --gdn-prefill-backend",
+        lambda c: _additional(c).get("gdn_prefill_backend"),
+        "the GDN prefill backend {value} is not supported; remove --gdn-prefill-backend",
+        _is_set,
     ),
     Refusal(
         "mamba-backend",
-        lambda f: f.mamba_backend != "triton",
-        "the Mamba backend {facts.mamba_backend} is not supported; remove --mamba-backend",
+        lambda c: c.mamba_config.backend.name.lower(),
+        "the Mamba backend {value} is not supported; remove --mamba-backend",
+        lambda name: name != "triton",
     ),
     Refusal(
         "mamba-cache-dtype",
-        lambda f: f.is_hybrid and f.mamba_cache_dtype not in ("auto", f.dtype),
-        "a conv state of type {facts.mamba_cache_dtype} beside a {facts.dtype} model is not supported; "
+        lambda c: {"asked": c.cache_config.mamba_cache_dtype, "model": _dtype(c)},
+        "a conv state of type {value[asked]} beside a {value[model]} model is not supported; "
         "remove --mamba-cache-dtype",
+        _is_not_the_models,
+        hybrid_only=True,
     ),
     Refusal(
         "stochastic-rounding",
-        lambda f: f.stochastic_rounding,
+        lambda c: c.mamba_config.enable_stochastic_rounding,
         "stochastic rounding of the state is not supported; remove --enable-mamba-cache-stochastic-rounding",
     ),
-    Refusal("replayssm", lambda f: f.replayssm, "ReplaySSM is not supported; remove --use-replayssm"),
+    Refusal(
+        "replayssm",
+        lambda c: c.cache_config.use_replayssm,
+        "ReplaySSM is not supported; remove --use-replayssm",
+    ),
     Refusal(
         "kv-sharing-fast-prefill",
-        lambda f: f.kv_sharing_fast_prefill,
+        lambda c: c.cache_config.kv_sharing_fast_prefill,
         "fast prefill over shared KV is not supported; remove --kv-sharing-fast-prefill",
     ),
     Refusal(
         "chunked-prefill",
-        lambda f: not f.chunked_prefill,
+        lambda c: c.scheduler_config.enable_chunked_prefill,
         "running without chunked prefill is not supported; remove --no-enable-chunked-prefill",
+        lambda is_on: not is_on,
     ),
     Refusal(
         "hybrid-manager",
-        lambda f: f.is_hybrid and f.hybrid_manager_disabled,
+        lambda c: c.scheduler_config.disable_hybrid_kv_cache_manager,
         "a hybrid model needs vLLM's hybrid KV cache manager; remove --disable-hybrid-kv-cache-manager",
+        hybrid_only=True,
     ),
     Refusal(
         "foreign-scheduler",
-        lambda f: f.foreign_scheduler is not None,
-        "the scheduler {facts.foreign_scheduler} does not keep prefill chunks on the GDN grid; remove --scheduler-cls",
+        lambda c: _class_path(c.scheduler_config.scheduler_cls),
+        "the scheduler {value} does not keep prefill chunks on the GDN grid; remove --scheduler-cls",
+        _is_foreign,
     ),
     Refusal(
         "foreign-worker",
-        lambda f: f.foreign_worker is not None,
-        "the worker {facts.foreign_worker} is not this plugin's; remove --worker-cls",
+        lambda c: _class_path(c.parallel_config.worker_cls),
+        "the worker {value} is not this plugin's; remove --worker-cls",
+        _is_foreign,
     ),
     Refusal(
         "block-size",
-        lambda f: f.block_size is not None and f.block_size % f.block_size_granule != 0,
-        "a block of {facts.block_size} tokens is not supported; "
-        "pass --block-size with a multiple of {facts.block_size_granule}, or remove it",
+        lambda c: {
+            "asked": c.cache_config.block_size if c.cache_config.user_specified_block_size else 0,
+            "multiple": block_size_granule(),
+        },
+        "a block of {value[asked]} tokens is not supported; "
+        "pass --block-size with a multiple of {value[multiple]}, or remove it",
+        lambda size: size["asked"] % size["multiple"] != 0,
     ),
     Refusal(
         "mamba-cache-mode",
-        lambda f: f.is_hybrid and f.mamba_cache_mode == "all",
+        lambda c: c.cache_config.mamba_cache_mode,
         "mamba cache mode 'all' is not supported; pass --mamba-cache-mode align, or remove it",
+        lambda mode: mode == "all",
+        hybrid_only=True,
     ),
     Refusal(
         "prefix-match-unit",
-        lambda f: f.is_hybrid and f.prefix_match_unit is not None,
+        lambda c: c.cache_config.prefix_match_unit,
         "partial-block hits are not supported on a GDN hybrid; remove --prefix-match-unit",
+        _is_set,
+        hybrid_only=True,
     ),
     Refusal(
         "fine-grained-junctions",
-        lambda f: f.is_hybrid and f.fine_grained_junctions,
+        lambda c: c.cache_config.enable_mamba_fine_grained_prefix_cache,
         "fine-grained junction caching is not supported; remove --enable-mamba-fine-grained-prefix-cache",
+        hybrid_only=True,
     ),
     Refusal(
         "compact-gdn",
-        lambda f: f.is_hybrid and not f.compact_gdn,
+        lambda c: envs.get("VLLM_COMPACT_GDN"),
         "the per-block GDN layout is not supported; unset VLLM_COMPACT_GDN or set it to 1",
+        lambda is_compact: not is_compact,
+        hybrid_only=True,
     ),
     Refusal(
         "contiguous-pa",
-        lambda f: f.contiguous_pa,
+        lambda c: envs.get("VLLM_CONTIGUOUS_PA"),
         "contiguous paged attention is not supported; unset VLLM_CONTIGUOUS_PA or set it to 0",
     ),
     Refusal(
         "defragmenter",
-        lambda f: f.defragmenter,
+        lambda c: envs.get("VLLM_DEFRAG"),
         "the KV cache defragmenter is not supported; unset VLLM_DEFRAG or set it to 0",
     ),
     Refusal(
         "lazy-mode",
-        lambda f: f.lazy_mode,
+        lambda c: envs.get("PT_HPU_LAZY_MODE"),
         "Gaudi's lazy mode is not supported; unset PT_HPU_LAZY_MODE or set it to 0",
     ),
     Refusal(
         "additional-config",
-        lambda f: bool(f.unknown_additional_keys),
-        "unknown keys in --additional-config: {facts.unknown_additional_keys}; remove them (see the README's table)",
+        lambda c: ", ".join(sorted({str(key) for key in _additional(c)} - {*CONFIG_KEYS, "gdn_prefill_backend"})),
+        "unknown keys in --additional-config: {value}; remove them (see the README's table)",
     ),
 )
 
@@ -355,17 +421,14 @@ class Refused(RuntimeError):
         return Refused, (self.sentences,)
 
 
-def _sentences(facts: Facts) -> dict[str, str]:
-    return {row.name: row.sentence.format(facts=facts) for row in TABLE if row.applies(facts)}
+def refusals(config: Config) -> dict[str, str]:
+    """The sentences of every row that refuses ``config``, by the name of the row, in table order."""
+    sentences = {row.name: row.refuses(config) for row in TABLE}
+    return {name: sentence for name, sentence in sentences.items() if sentence is not None}
 
 
-def refusals(facts: Facts) -> list[str]:
-    """The sentences of every row that applies, in table order."""
-    return list(_sentences(facts).values())
-
-
-def refuse(facts: Facts) -> None:
+def refuse(config: Config) -> None:
     """Raise ``Refused``, a RuntimeError, with every sentence that applies; return when none does."""
-    sentences = _sentences(facts)
+    sentences = refusals(config)
     if sentences:
         raise Refused(sentences)

@@ -95,6 +95,7 @@ TABLE: dict[str, EnvVar] = {
         "two may differ in the last bits.",
     ),
     "VLLM_USE_V2_MODEL_RUNNER": EnvVar(None, _flag, "vLLM's own switch; the V2 runner is refused."),
+    "VLLM_BATCH_INVARIANT": EnvVar(False, _flag, "vLLM's own switch for batch-invariant kernels; they are refused."),
     "VLLM_TARGET_DEVICE": EnvVar(None, _text, "vLLM's build variable; 'cpu' at run time would hide this plugin."),
     "PT_HPU_LAZY_MODE": EnvVar(False, _flag, "Gaudi's lazy mode; only 0 (eager and torch.compile) is supported."),
 }

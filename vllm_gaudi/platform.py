@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The platform: what vLLM asks before there is a worker. Decides by configuration, never touches a tensor.
 
-Owns: class paths (dotted strings), facts for the refusal table, defaults that the device needs.
+Owns: class paths (dotted strings), defaults that the device needs.
 Never: a block size. vLLM calls ``check_and_update_config`` again on the live config once the engine runs, so every line
 of it must leave a resolved config as it is.
 
@@ -18,7 +18,6 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_gaudi import capabilities, device, envs
-from vllm_gaudi.bucketing.grid import CONFIG_KEYS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,7 +65,7 @@ class HpuPlatform(Platform):
 
         if vllm_config.model_config is None:  # vLLM's own tests and tools build configs without a model
             return
-        capabilities.refuse(_facts(vllm_config))
+        capabilities.refuse(vllm_config)
         compat.make_accelerator_calls_harmless()  # with several ranks the engine's process has no worker that would
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
@@ -170,81 +169,3 @@ class HpuPlatform(Platform):
 _used_memory = device.used_memory
 _owns_device = device.is_initialized
 _seed_all = device.seed_all
-
-
-def _facts(config: VllmConfig) -> capabilities.Facts:
-    """Plain values of a vLLM config, for the refusal table."""
-    import vllm.envs as vllm_envs
-
-    from vllm_gaudi.attention.backend import block_size_granule
-
-    model, cache, parallel, scheduler = (
-        config.model_config,
-        config.cache_config,
-        config.parallel_config,
-        config.scheduler_config,
-    )
-    multimodal = model.multimodal_config
-    additional = config.additional_config if isinstance(config.additional_config, dict) else {}
-    own_schedulers = (None, SCHEDULER, ASYNC_SCHEDULER)
-    scheduler_cls = scheduler.scheduler_cls
-    speculative = config.speculative_config
-    return capabilities.Facts(
-        architecture=model.architecture,
-        runner=model.runner_type,
-        is_hybrid=model.is_hybrid,
-        is_encoder_decoder=model.is_encoder_decoder,
-        uses_mla=model.use_mla,
-        sliding_window=model.get_sliding_window(),
-        takes_multimodal_inputs=multimodal is not None and not multimodal.language_model_only,
-        encoder_only=multimodal is not None and multimodal.mm_encoder_only,
-        prompt_embeds=model.enable_prompt_embeds,
-        dtype=str(model.dtype).removeprefix("torch."),
-        quantization=model.quantization,
-        kv_cache_dtype=cache.cache_dtype,
-        skipped_kv_cache_layers=bool(cache.kv_cache_dtype_skip_layers),
-        speculative_method=None if speculative is None else str(speculative.method),
-        lora=config.lora_config is not None,
-        sleep_mode=model.enable_sleep_mode,
-        weight_transfer=config.weight_transfer_config is not None,
-        kv_connector=config.kv_transfer_config is not None,
-        kv_offloading=cache.kv_offloading_size is not None,
-        encoder_connector=config.ec_transfer_config is not None,
-        weight_offloading=config.offload_config.uva.cpu_offload_gb > 0
-        or config.offload_config.prefetch.offload_group_size > 0,
-        pipeline_parallel=parallel.pipeline_parallel_size,
-        data_parallel=parallel.data_parallel_size,
-        prefill_context_parallel=parallel.prefill_context_parallel_size,
-        decode_context_parallel=parallel.decode_context_parallel_size,
-        expert_parallel=parallel.enable_expert_parallel or parallel.enable_eplb or parallel.enable_elastic_ep,
-        microbatching=parallel.enable_dbo or parallel.ubatch_size > 0,
-        v2_model_runner=config.use_v2_model_runner,
-        routed_experts_returned=model.enable_return_routed_experts,
-        sampling_mask_returned=model.return_sampling_mask,
-        float64_noise=model.use_fp64_gumbel,
-        watermark=config.watermark_config is not None,
-        diffusion=config.diffusion_config is not None,
-        profiler=config.profiler_config.profiler is not None,
-        batch_invariant=bool(vllm_envs.VLLM_BATCH_INVARIANT),
-        attention_backend=None if config.attention_config.backend is None else config.attention_config.backend.name,
-        gdn_prefill_backend=additional.get("gdn_prefill_backend"),
-        mamba_backend=config.mamba_config.backend.name.lower(),
-        mamba_cache_dtype=cache.mamba_cache_dtype,
-        stochastic_rounding=config.mamba_config.enable_stochastic_rounding,
-        replayssm=cache.use_replayssm,
-        kv_sharing_fast_prefill=cache.kv_sharing_fast_prefill,
-        chunked_prefill=scheduler.enable_chunked_prefill,
-        hybrid_manager_disabled=bool(scheduler.disable_hybrid_kv_cache_manager),
-        foreign_scheduler=None if scheduler_cls in own_schedulers else str(scheduler_cls),
-        foreign_worker=None if parallel.worker_cls in ("auto", WORKER) else parallel.worker_cls,
-        block_size=cache.block_size if cache.user_specified_block_size else None,
-        block_size_granule=block_size_granule(),
-        mamba_cache_mode=cache.mamba_cache_mode,
-        prefix_match_unit=cache.prefix_match_unit,
-        fine_grained_junctions=cache.enable_mamba_fine_grained_prefix_cache,
-        compact_gdn=envs.get("VLLM_COMPACT_GDN"),
-        contiguous_pa=bool(envs.get("VLLM_CONTIGUOUS_PA")),
-        defragmenter=bool(envs.get("VLLM_DEFRAG")),
-        lazy_mode=envs.get("PT_HPU_LAZY_MODE"),
-        unknown_additional_keys=tuple(sorted(set(additional) - {*CONFIG_KEYS, "gdn_prefill_backend"})),
-    )

@@ -31,7 +31,8 @@ light = [name for name in ("torch", "vllm", "numpy", "habana_frameworks") if nam
 from vllm_gaudi import platform  # before vLLM, which asks for this module while it is imported
 from vllm.platforms import current_platform
 from vllm_gaudi import device
-from vllm_gaudi.attention.backend import HPUAttentionBackend, block_size_granule
+from vllm_gaudi.attention.backend import HPUAttentionBackend
+from vllm_gaudi.capabilities import block_size_granule
 from vllm_gaudi.ops.registry import Ops, load_ops
 from dataclasses import fields
 

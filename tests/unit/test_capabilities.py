@@ -1,136 +1,200 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The refusal table: each row is triggered by its own facts and by nothing else, and names what to change."""
+"""The refusal table: a setting is refused by its own row and by no other, in a sentence that names what to change; and
+what a row reads is there in vLLM's configuration classes.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import importlib.util
+import inspect
 import pickle
 import re
-from dataclasses import fields, replace
+import typing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from vllm_gaudi import envs
-from vllm_gaudi.capabilities import SUPPORTED_ARCHITECTURES, TABLE, Facts, Refused, refusals, refuse
+from vllm_gaudi import capabilities, envs
+from vllm_gaudi.capabilities import SUPPORTED_ARCHITECTURES, TABLE, Refusal, Refused, refusals, refuse
 
-# For each row: changes to the default facts, every one of which triggers it and no other row.
-TRIGGERS: dict[str, list[dict]] = {
-    "architecture": [{"architecture": "MambaForCausalLM"}, {"architecture": ""}],
-    "pooling": [{"runner": "pooling"}, {"runner": "draft"}],
-    "multimodal-inputs": [{"takes_multimodal_inputs": True, "architecture": "Qwen3_5ForConditionalGeneration"}],
-    "encoder-decoder": [{"is_encoder_decoder": True}],
-    "mla": [{"uses_mla": True}],
-    "sliding-window": [{"sliding_window": 4096}],
-    "prompt-embeds": [{"prompt_embeds": True}],
-    "dtype": [{"dtype": "float16"}, {"dtype": "float64"}],
-    "quantization": [{"quantization": "fp8"}],
-    "kv-cache-dtype": [
-        {"kv_cache_dtype": "fp8"},
-        {"kv_cache_dtype": "float32"},
-        {"kv_cache_dtype": "bfloat16", "dtype": "float32"},
-        {"skipped_kv_cache_layers": True},
-    ],
-    "speculative-decoding": [{"speculative_method": "mtp"}],
-    "lora": [{"lora": True}],
-    "sleep-mode": [{"sleep_mode": True}],
-    "weight-transfer": [{"weight_transfer": True}],
-    "kv-connector": [{"kv_connector": True}],
-    "kv-offloading": [{"kv_offloading": True}],
-    "encoder-connector": [{"encoder_connector": True}],
-    "weight-offloading": [{"weight_offloading": True}],
-    "pipeline-parallel": [{"pipeline_parallel": 2}],
-    "data-parallel": [{"data_parallel": 2}],
-    "context-parallel": [{"prefill_context_parallel": 2}, {"decode_context_parallel": 2}],
-    "expert-parallel": [{"expert_parallel": True}],
-    "microbatching": [{"microbatching": True}],
-    "v2-model-runner": [{"v2_model_runner": True}],
-    "routed-experts": [{"routed_experts_returned": True}],
-    "sampling-mask": [{"sampling_mask_returned": True}],
-    "float64-noise": [{"float64_noise": True}],
-    "watermark": [{"watermark": True}],
-    "diffusion": [{"diffusion": True}],
-    "profiler": [{"profiler": True}],
-    "encoder-only": [{"encoder_only": True}],
-    "batch-invariant": [{"batch_invariant": True}],
-    "attention-backend": [{"attention_backend": "FLASH_ATTN"}],
-    "gdn-prefill-backend": [{"gdn_prefill_backend": "triton"}],
-    "mamba-backend": [{"mamba_backend": "flashinfer"}],
-    "mamba-cache-dtype": [{"mamba_cache_dtype": "float16"}, {"mamba_cache_dtype": "bfloat16", "dtype": "float32"}],
-    "stochastic-rounding": [{"stochastic_rounding": True}],
-    "replayssm": [{"replayssm": True}],
-    "kv-sharing-fast-prefill": [{"kv_sharing_fast_prefill": True}],
-    "chunked-prefill": [{"chunked_prefill": False}],
-    "hybrid-manager": [{"hybrid_manager_disabled": True}],
-    "foreign-scheduler": [{"foreign_scheduler": "my.Scheduler"}],
-    "foreign-worker": [{"foreign_worker": "my.Worker"}],
-    "block-size": [{"block_size": 64}, {"block_size": 24, "block_size_granule": 16}],
-    "mamba-cache-mode": [{"mamba_cache_mode": "all"}],
-    "prefix-match-unit": [{"prefix_match_unit": 64}],
-    "fine-grained-junctions": [{"fine_grained_junctions": True}],
-    "compact-gdn": [{"compact_gdn": False}],
-    "contiguous-pa": [{"contiguous_pa": True}],
-    "defragmenter": [{"defragmenter": True}],
-    "lazy-mode": [{"lazy_mode": True}],
-    "additional-config": [{"unknown_additional_keys": ("colour",)}],
-}
 
-# Facts that are fine: near misses of the rows above.
-ALLOWED: list[dict] = [
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``settings``: changes to a supported configuration, and ``env``: to the environment, that ``row`` refuses; the
+    sentence has the words ``says``. ``hpu``: on a Gaudi."""
+
+    row: str
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
+    says: str = ""
+    hpu: bool = False
+
+
+def multimodal(language_model_only: bool, mm_encoder_only: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(language_model_only=language_model_only, mm_encoder_only=mm_encoder_only)
+
+
+def offload(gib: float, group_size: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        uva=SimpleNamespace(cpu_offload_gb=gib), prefetch=SimpleNamespace(offload_group_size=group_size)
+    )
+
+
+ATTENTION_ONLY = {"model__architecture": "LlamaForCausalLM", "model__is_hybrid": False}
+FLOAT32 = {"model__dtype": torch.float32}
+OWN = "vllm_gaudi.v1.core.sched.hpu_scheduler.HPUScheduler"
+
+CASES = [
+    Case("architecture", {"model__architecture": "OPTForCausalLM"}, says="OPTForCausalLM"),
+    Case("architecture", {"model__architecture": ""}),
+    Case("pooling", {"model__runner_type": "pooling"}, says="--runner pooling"),
+    Case("pooling", {"model__runner_type": "draft"}),
+    Case("multimodal-inputs", {"model__multimodal_config": multimodal(False)}),
+    Case("encoder-decoder", {"model__is_encoder_decoder": True}),
+    Case("mla", {"model__use_mla": True}),
+    Case("sliding-window", {"model__get_sliding_window": lambda: 128}, says="128 tokens"),
+    Case("prompt-embeds", {"model__enable_prompt_embeds": True}),
+    Case("dtype", {"model__dtype": torch.float16}, says="float16"),
+    Case("dtype", {"model__dtype": torch.float64}),
+    Case("quantization", {"model__quantization": "fp8"}, says="fp8"),
+    Case("kv-cache-dtype", {"cache__cache_dtype": "fp8"}, says="fp8"),
+    Case("kv-cache-dtype", {"cache__cache_dtype": "float32"}, says="float32"),
+    Case("kv-cache-dtype", {**FLOAT32, "cache__cache_dtype": "bfloat16"}, says="bfloat16"),
+    Case("kv-cache-dtype-skip-layers", {"cache__kv_cache_dtype_skip_layers": ["0", "2"]}, says="0, 2"),
+    Case("speculative-decoding", {"speculative_config": SimpleNamespace(method="ngram")}, says="ngram"),
+    Case("lora", {"lora_config": SimpleNamespace()}),
+    Case("sleep-mode", {"model__enable_sleep_mode": True}),
+    Case("weight-transfer", {"weight_transfer_config": SimpleNamespace()}),
+    Case("kv-connector", {"kv_transfer_config": SimpleNamespace()}),
+    Case("kv-offloading", {"cache__kv_offloading_size": 1.0}),
+    Case("encoder-connector", {"ec_transfer_config": SimpleNamespace()}),
+    Case("weight-offloading", {"offload_config": offload(1, 0)}),
+    Case("weight-offloading", {"offload_config": offload(0, 2)}),
+    Case("pipeline-parallel", {"parallel__pipeline_parallel_size": 2}, says="instead of 2"),
+    Case("data-parallel", {"parallel__data_parallel_size": 2}, says="instead of 2"),
+    Case("context-parallel", {"parallel__prefill_context_parallel_size": 2}),
+    Case("context-parallel", {"parallel__decode_context_parallel_size": 2}),
+    Case("expert-parallel", {"parallel__enable_expert_parallel": True}),
+    Case("expert-parallel", {"parallel__enable_eplb": True}),
+    Case("expert-parallel", {"parallel__enable_elastic_ep": True}),
+    Case("microbatching", {"parallel__enable_dbo": True}),
+    Case("microbatching", {"parallel__ubatch_size": 2}),
+    Case("v2-model-runner", {"use_v2_model_runner": True}),
+    Case("routed-experts", {"model__enable_return_routed_experts": True}),
+    Case("sampling-mask", {"model__return_sampling_mask": True}),
+    Case("float64-noise", {"model__use_fp64_gumbel": True}),
+    Case("watermark", {"watermark_config": SimpleNamespace()}),
+    # vLLM picks its V2 runner for a watermark by itself; nobody has set the variable.
+    Case("watermark", {"watermark_config": SimpleNamespace(), "use_v2_model_runner": True}),
+    Case("diffusion", {"diffusion_config": SimpleNamespace()}),
+    Case("profiler", {"profiler__profiler": "torch"}),
+    Case("encoder-only", {"model__multimodal_config": multimodal(True, mm_encoder_only=True)}),
+    Case("batch-invariant", env={"VLLM_BATCH_INVARIANT": "1"}),
+    Case("attention-backend", {"attention__backend": SimpleNamespace(name="FLASH_ATTN")}, says="FLASH_ATTN"),
+    Case("gdn-prefill-backend", {"additional_config": {"gdn_prefill_backend": "triton"}}, says="triton"),
+    Case("mamba-backend", {"mamba__backend": SimpleNamespace(name="FLASHINFER")}, says="flashinfer"),
+    Case("mamba-cache-dtype", {"cache__mamba_cache_dtype": "float16"}, says="float16"),
+    Case("mamba-cache-dtype", {**FLOAT32, "cache__mamba_cache_dtype": "bfloat16"}, says="bfloat16"),
+    Case("stochastic-rounding", {"mamba__enable_stochastic_rounding": True}),
+    Case("replayssm", {"cache__use_replayssm": True}),
+    Case("kv-sharing-fast-prefill", {"cache__kv_sharing_fast_prefill": True}),
+    Case("chunked-prefill", {"scheduler__enable_chunked_prefill": False}),
+    Case("hybrid-manager", {"scheduler__disable_hybrid_kv_cache_manager": True}),
+    Case("foreign-scheduler", {"scheduler__scheduler_cls": "my.Scheduler"}, says="my.Scheduler"),
+    Case("foreign-scheduler", {"scheduler__scheduler_cls": SimpleNamespace}, says="types.SimpleNamespace"),
+    Case("foreign-worker", {"parallel__worker_cls": "my.Worker"}, says="my.Worker"),
+    Case("block-size", {"cache__user_specified_block_size": True, "cache__block_size": 24}, says="a multiple of 16"),
+    Case("block-size", {"cache__user_specified_block_size": True, "cache__block_size": 64}, says="of 128", hpu=True),
+    Case("mamba-cache-mode", {"cache__mamba_cache_mode": "all"}),
+    Case("prefix-match-unit", {"cache__prefix_match_unit": 16}),
+    Case("fine-grained-junctions", {"cache__enable_mamba_fine_grained_prefix_cache": True}),
+    Case("compact-gdn", env={"VLLM_COMPACT_GDN": "0"}),
+    Case("contiguous-pa", env={"VLLM_CONTIGUOUS_PA": "1"}),
+    Case("defragmenter", env={"VLLM_DEFRAG": "1"}),
+    Case("lazy-mode", env={"PT_HPU_LAZY_MODE": "1"}),
+    Case("additional-config", {"additional_config": {"colour": 1, "animal": 2}}, says="animal, colour"),
+]
+IDS = [f"{case.row}-{n}" for n, case in enumerate(CASES)]
+ROWS = {row.name: row for row in TABLE}
+
+ALLOWED: list[dict[str, Any]] = [
     {},
-    *({"architecture": name, "is_hybrid": "3_5" in name or "Next" in name} for name in SUPPORTED_ARCHITECTURES),
-    {"dtype": "float32"},
-    {"dtype": "float32", "kv_cache_dtype": "float32"},
-    {"kv_cache_dtype": "bfloat16"},
-    {"block_size": 128},
-    {"block_size": 896},
-    {"block_size": 48, "block_size_granule": 16},
-    {"mamba_cache_mode": "align"},
-    {"attention_backend": "CUSTOM"},
-    {"mamba_cache_dtype": "bfloat16"},
-    {"watermark": False, "v2_model_runner": False},
-    {"is_hybrid": False, "hybrid_manager_disabled": True},
-    {"is_hybrid": False, "compact_gdn": False},
-    {"is_hybrid": False, "mamba_cache_mode": "all"},
+    *(
+        {"model__architecture": name, "model__is_hybrid": "3_5" in name or "Next" in name}
+        for name in SUPPORTED_ARCHITECTURES
+    ),
+    FLOAT32,
+    {**FLOAT32, "cache__cache_dtype": "float32"},
+    {"cache__cache_dtype": "bfloat16"},
+    {"cache__mamba_cache_dtype": "bfloat16"},
+    {"cache__mamba_cache_mode": "align"},
+    {"model__multimodal_config": multimodal(True)},
+    {"attention__backend": SimpleNamespace(name="CUSTOM")},
+    {"cache__block_size": 24},  # not the user's: vLLM derives it later
+    {"cache__user_specified_block_size": True, "cache__block_size": 48},
+    {"additional_config": {"decode_batch_buckets": [1, 2]}},
+    {"scheduler__scheduler_cls": OWN},
+    {"parallel__worker_cls": "vllm_gaudi.v1.worker.hpu_worker.HPUWorker"},
 ]
 
-CASES = [(name, change) for name, changes in TRIGGERS.items() for change in changes]
+
+@pytest.fixture
+def configured(config_of, monkeypatch):
+    """``configured(case)``: its configuration, in its environment."""
+
+    def build(case: Case) -> SimpleNamespace:
+        for name, text in case.env.items():
+            monkeypatch.setenv(name, text)
+        monkeypatch.setattr(capabilities.device, "is_hpu", lambda: case.hpu)
+        return config_of(**case.settings)
+
+    return build
 
 
-def rows_for(facts: Facts) -> list[str]:
-    return [row.name for row in TABLE if row.applies(facts)]
+def test_every_row_has_a_case_and_no_name_is_given_twice():
+    assert len(ROWS) == len(TABLE)
+    assert {case.row for case in CASES} == set(ROWS)
 
 
-def test_every_row_is_listed_here_once():
-    names = [row.name for row in TABLE]
-    assert len(set(names)) == len(names)
-    assert sorted(names) == sorted(TRIGGERS)
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_setting_is_refused_by_its_row_and_by_no_other(configured, case):
+    config = configured(case)
+    found = refusals(config)
+    assert list(found) == [case.row]
+    assert case.says in found[case.row]
+    with pytest.raises(RuntimeError, match=re.escape(found[case.row])):
+        refuse(config)
 
 
-@pytest.mark.parametrize(("name", "change"), CASES, ids=[f"{name}-{n}" for n, (name, _) in enumerate(CASES)])
-def test_a_row_is_triggered_by_its_facts_and_no_other_row_is(name, change):
-    assert rows_for(replace(Facts(), **change)) == [name]
+@pytest.mark.parametrize("settings", ALLOWED, ids=range(len(ALLOWED)))
+def test_what_is_supported_passes(config_of, settings):
+    config = config_of(**settings)
+    assert refusals(config) == {}
+    assert refuse(config) is None
 
 
-@pytest.mark.parametrize("change", ALLOWED, ids=range(len(ALLOWED)))
-def test_what_is_supported_passes(change):
-    facts = replace(Facts(), **change)
-    assert refusals(facts) == []
-    assert refuse(facts) is None
+@pytest.mark.parametrize("case", [case for case in CASES if ROWS[case.row].hybrid_only], ids=lambda case: case.row)
+def test_a_reason_of_hybrids_does_not_concern_a_model_of_attention_alone(configured, config_of, case):
+    configured(case)
+    assert refusals(config_of(**case.settings, **ATTENTION_ONLY)) == {}
 
 
-def test_every_fact_is_asked_about():
-    """A fact that no row looks at would be a refusal that was forgotten."""
-    asked = {name for changes in TRIGGERS.values() for change in changes for name in change} | {"is_hybrid"}
-    assert {field.name for field in fields(Facts)} == asked
+@pytest.mark.parametrize("case", [case for case in CASES if not ROWS[case.row].hybrid_only], ids=lambda case: case.row)
+def test_every_other_reason_concerns_all_models(configured, config_of, case):
+    configured(case)
+    assert list(refusals(config_of(**{**ATTENTION_ONLY, **case.settings}))) == [case.row]
 
 
-@pytest.mark.parametrize(("name", "change"), CASES, ids=[f"{name}-{n}" for n, (name, _) in enumerate(CASES)])
-def test_a_sentence_names_a_flag_or_variable_and_is_complete(name, change):
-    (sentence,) = refusals(replace(Facts(), **change))
-    variables = [variable for variable in (*envs.TABLE, "VLLM_BATCH_INVARIANT") if variable in sentence]
-    assert variables or re.search(r"--[a-z]", sentence), sentence
-    assert "{" not in sentence and "facts." not in sentence, sentence
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_sentence_names_a_flag_or_variable_and_is_complete(configured, case):
+    (sentence,) = refusals(configured(case)).values()
+    assert [name for name in envs.TABLE if name in sentence] or re.search(r"--[a-z]", sentence), sentence
+    assert not re.search(r"[{}]|None|namespace|object at", sentence), sentence
 
 
 def test_flags_in_sentences_are_vllms_flags():
@@ -143,20 +207,102 @@ def test_flags_in_sentences_are_vllms_flags():
             assert flag in known or flag.replace("--no-", "--") in known, f"{row.name}: {flag}"
 
 
-def test_all_refusals_are_reported_together_in_table_order():
-    facts = Facts(lora=True, pipeline_parallel=4, dtype="float16", defragmenter=True)
+def test_all_refusals_are_reported_together_in_table_order(config_of, monkeypatch):
+    monkeypatch.setenv("VLLM_DEFRAG", "1")
+    config = config_of(lora_config=SimpleNamespace(), parallel__pipeline_parallel_size=4, model__dtype=torch.float16)
     with pytest.raises(RuntimeError) as error:
-        refuse(facts)
+        refuse(config)
     text = str(error.value)
     assert text.startswith("vllm_gaudi refuses this configuration: ")
     order = [text.index(word) for word in ("float16", "--enable-lora", "instead of 4", "VLLM_DEFRAG")]
     assert order == sorted(order)
-    assert len(refusals(facts)) == 4
+    assert len(refusals(config)) == 4
 
 
-def test_a_refusal_carries_its_rows_into_another_process():
+def test_a_refusal_carries_its_rows_into_another_process(config_of):
     with pytest.raises(Refused) as refused:
-        refuse(Facts(lora=True, dtype="float16"))
+        refuse(config_of(lora_config=SimpleNamespace(), model__dtype=torch.float16))
     error = pickle.loads(pickle.dumps(refused.value))
     assert list(error.sentences) == ["dtype", "lora"]
     assert str(error) == str(refused.value) and all(sentence in str(error) for sentence in error.sentences.values())
+
+
+# What rows read is vLLM's: an upgrade that takes an attribute away fails here, by the name of the row.
+
+
+class Recorder:
+    """A configuration that notes the dotted path of everything that is read of it."""
+
+    def __init__(self, config: SimpleNamespace, paths: set[str], path: str = ""):
+        self._of = (config, paths, path)
+
+    def __getattr__(self, name: str) -> Any:
+        config, paths, path = self._of
+        inner = f"{path}.{name}" if path else name
+        paths.add(inner)
+        value = getattr(config, name)
+        return Recorder(value, paths, inner) if isinstance(value, SimpleNamespace) else value
+
+
+def missing(path: str) -> str | None:
+    """The part of ``path``, from ``VllmConfig`` on, that is not in vLLM's classes; None when all of it is.
+
+    What a class of another library holds (a Hugging Face configuration) is not looked at.
+    """
+    from vllm.config import VllmConfig
+
+    cls: Any = VllmConfig
+    done = []
+    for name in path.split("."):
+        done.append(name)
+        if issubclass(cls, enum.Enum):
+            return None if name in ("name", "value") else ".".join(done)
+        hints = {field.name: field.type for field in dataclasses.fields(cls)}
+        is_set_later = re.search(rf"self\.{name}(: .*)? = ", inspect.getsource(cls))
+        if name not in hints and not hasattr(cls, name) and not is_set_later:
+            return ".".join(done)
+        hint = hints.get(name)
+        classes = [hint, *typing.get_args(hint)]
+        found = [c for c in classes if isinstance(c, type) and c.__module__.startswith("vllm.")]
+        if not found:
+            return None
+        (cls,) = found
+    return None
+
+
+def read_by(row: Refusal, configs: list[SimpleNamespace]) -> set[str]:
+    paths: set[str] = set()
+    for config in configs:
+        row.read(Recorder(config, paths))
+    return paths
+
+
+@pytest.mark.xdist_group("vllm")  # with --dist loadgroup only one process imports it
+@pytest.mark.parametrize("name", ["model_config.is_hybrid", *ROWS])
+def test_what_a_row_reads_is_in_vllms_configuration(configured, config_of, name):
+    if name not in ROWS:
+        assert missing(name) is None
+        return
+    configs = [config_of(), *(configured(case) for case in CASES if case.row == name)]
+    paths = read_by(ROWS[name], configs)
+    assert paths or any(case.env for case in CASES if case.row == name)
+    assert {path: missing(path) for path in paths} == dict.fromkeys(paths)
+
+
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.parametrize(
+    ("path", "gone"),
+    [
+        ("gone_config.name", "gone_config"),
+        ("model_config.gone", "model_config.gone"),
+        ("cache_config.gone.name", "cache_config.gone"),
+        ("offload_config.uva.gone", "offload_config.uva.gone"),
+        ("speculative_config.gone", "speculative_config.gone"),
+        ("model_config.multimodal_config.gone", "model_config.multimodal_config.gone"),
+        ("attention_config.backend.gone", "attention_config.backend.gone"),
+        ("mamba_config.backend.gone", "mamba_config.backend.gone"),
+    ],
+)
+def test_what_vllm_does_not_have_is_found(path, gone):
+    assert missing(path) == gone
+    assert missing("model_config.hf_text_config.anything") is None

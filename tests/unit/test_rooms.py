@@ -35,7 +35,7 @@ ROOMS = (
     Room("vllm_gaudi/", never=("vllm_gaudi.testing",)),
     Room("vllm_gaudi/__init__.py", only=("vllm_gaudi.compat", "vllm_gaudi.models"), at_once=()),
     Room("vllm_gaudi/envs.py", only=()),
-    Room("vllm_gaudi/capabilities.py", only=()),
+    Room("vllm_gaudi/capabilities.py", only=("vllm_gaudi.bucketing", "vllm_gaudi.device", "vllm_gaudi.envs")),
     Room(
         "vllm_gaudi/device.py",
         only=("numpy", "torch", "habana_frameworks", "vllm_gaudi.envs"),
@@ -52,7 +52,6 @@ ROOMS = (
             "vllm_gaudi.capabilities",
             "vllm_gaudi.device",
             "vllm_gaudi.envs",
-            "vllm_gaudi.bucketing",
         ),
         types_too=False,
     ),

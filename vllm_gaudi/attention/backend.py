@@ -17,17 +17,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 
 from vllm_gaudi import device
 from vllm_gaudi.attention.metadata import HPUAttentionMetadata
+from vllm_gaudi.capabilities import DEFAULT_BLOCK_SIZE, HOST_BLOCK_GRANULE
 from vllm_gaudi.ops.registry import load_ops
-
-DEFAULT_BLOCK_SIZE = 128
-"""Tokens of a block where neither the user nor a hybrid model asks for another size; Gaudi's kernel block."""
-
-HOST_BLOCK_GRANULE = 16
-
-
-def block_size_granule() -> int:
-    """Tokens that every block size must be a multiple of."""
-    return DEFAULT_BLOCK_SIZE if device.is_hpu() else HOST_BLOCK_GRANULE
 
 
 class HPUAttentionBackend(AttentionBackend):

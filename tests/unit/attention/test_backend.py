@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_gaudi import capabilities
 from vllm_gaudi.attention.metadata import DecodeAttention, HPUAttentionMetadata, PrefillAttention
 from vllm_gaudi.v1.core.sched.block_size import MAX_KERNEL_BLOCK
 
@@ -162,7 +163,7 @@ class TestBackend:
         from vllm.v1.attention.backend import MultipleOf
 
         monkeypatch.setattr(backend.device, "is_hpu", lambda: is_hpu)
-        assert backend.block_size_granule() == granule
+        assert capabilities.block_size_granule() == granule
         (size,) = backend.HPUAttentionBackend.get_supported_kernel_block_sizes()
         assert (size.base if isinstance(size, MultipleOf) else size) == granule
         assert backend.HPUAttentionBackend.get_preferred_block_size(16) % granule == 0
