@@ -341,8 +341,10 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "foreign-scheduler",
         lambda c: _class_path(c.scheduler_config.scheduler_cls),
-        "the scheduler {value} does not keep prefill chunks on the GDN grid; remove --scheduler-cls",
+        "the scheduler {value} does not end prefill chunks on multiples of the GDN chunk, as a model with GDN layers "
+        "needs; remove --scheduler-cls",
         _is_foreign,
+        hybrid_only=True,
     ),
     Refusal(
         "foreign-worker",

@@ -17,6 +17,7 @@ from vllm import config as vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_gaudi.capabilities import TABLE
 from vllm_gaudi.testing.engine import DEFAULTS, engine, greedy
@@ -226,6 +227,29 @@ def test_the_check_may_come_again_and_changes_nothing(checkpoint):
 )
 def test_what_is_supported_is_not_refused(checkpoint, name, flags):
     EngineArgs(**{**DEFAULTS, "model": str(checkpoint(name)), **flags}).create_engine_config()
+
+
+class Subclass(AsyncScheduler):
+    """As a user's: another class of vLLM's kind, given as a class."""
+
+
+def test_any_scheduler_serves_a_model_of_attention_alone(checkpoint, prompt):
+    """The GDN chunk, for which a scheduler of ours is needed, is nothing to these models."""
+    prompts = [prompt(length) for length in (300, 100, 33)]
+
+    def served(scheduler_cls: str | type | None) -> list[tuple[list[int], int | None]]:
+        with engine(checkpoint("llama"), enable_prefix_caching=True, scheduler_cls=scheduler_cls) as it:
+            results = it.generate(prompts, greedy(6)) + it.generate(prompts[:1], greedy(6))
+            return [(result.tokens, result.cached_tokens) for result in results]
+
+    ours = served(None)
+    assert ours[-1][1] == 288
+    for other in (
+        "vllm.v1.core.sched.scheduler.Scheduler",
+        "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+        Subclass,
+    ):
+        assert served(other) == ours
 
 
 def test_a_watermark_is_refused_without_words_about_the_model_runner(error_of):
