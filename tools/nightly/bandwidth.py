@@ -23,9 +23,9 @@ FLOOR = 0.05
 
 def measure(layers: int, sizes: Sequence[int], repeats: int, pool_blocks: int) -> list[dict[str, Any]]:
     """In this process, on this machine's device; ``layers``: GDN layers of each model, a multiple of three."""
-    from benchmarks import bench_checkpoint
+    from benchmarks import checkpoint
 
-    rows = bench_checkpoint.measure_all(bench_checkpoint.MODELS, sizes, layers, repeats, pool_blocks)
+    rows = checkpoint.measure_all(checkpoint.MODELS, sizes, layers, repeats, pool_blocks)
     return [dataclasses.asdict(row) for row in rows]
 
 

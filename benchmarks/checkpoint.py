@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save and restore of GDN checkpoints against a plain memcpy of the same bytes, in the same run.
 
-    python benchmarks/bench_checkpoint.py [--layers 8] [--repeats 7] [--json FILE]
+    python -m benchmarks.checkpoint [--layers 8] [--repeats 7] [--json FILE]
 
 On a Gaudi both sides move device memory, and a time ends when the device is done.
 

