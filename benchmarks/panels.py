@@ -16,8 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_SKIP_WARMUP", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -26,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tqdm import tqdm  # noqa: E402
 
 from benchmarks import workloads  # noqa: E402
+from benchmarks.engines import CHECKPOINTS  # noqa: E402
+from benchmarks.report import OUT, relative  # noqa: E402
 from benchmarks.worker import Player  # noqa: E402
 from tools import dashboard  # noqa: E402
 
@@ -52,7 +52,7 @@ def sample(at: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "bench" / "panels.json")
+    parser.add_argument("--out", type=Path, default=OUT / "panels.json")
     parser.add_argument("--picture", type=Path, help="draw the panels into this file")
     options = parser.parse_args()
     from vllm_gaudi.testing import checkpoints
@@ -65,7 +65,7 @@ def main() -> None:
     length = max(workloads.longest(sessions) for _, sessions in load)
     player = Player(
         {
-            "model": str(checkpoints.build("q35_dense", "float32", ROOT / ".cache" / "checkpoints")),
+            "model": str(checkpoints.build("q35_dense", "float32", CHECKPOINTS)),
             "dtype": "float32",
             "enable_prefix_caching": True,
             "block_size": B,
@@ -98,7 +98,7 @@ def main() -> None:
     says = f"A tiny model, B = {B}: 12 chats, then 6 agents in a pool for 60 %, then 16 long answers at once"
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"says": says, "samples": samples}) + "\n")
-    print(options.out.relative_to(ROOT) if options.out.is_relative_to(ROOT) else options.out)
+    print(relative(options.out))
     if options.picture:
         dashboard.draw(samples, options.picture, says)
         print(options.picture)

