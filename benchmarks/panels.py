@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of every metric that the dashboard shows, taken while chats and agents run on a tiny model.
 
-    python -m benchmarks.panels [--out .cache/bench/panels.json] [--picture docs/assets/dashboard.png]
+    python -m benchmarks panels [--out .cache/bench/panels.json] [--picture docs/assets/dashboard.png]
 
 Owns: the load, and when samples are taken. ``tools/dashboard.py`` draws the panels from them, as Grafana would from a
 server's. Never asserts a number.
@@ -11,23 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_SKIP_WARMUP", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from tqdm import tqdm
 
-from tqdm import tqdm  # noqa: E402
-
-from benchmarks import workloads  # noqa: E402
-from benchmarks.engines import CHECKPOINTS  # noqa: E402
-from benchmarks.report import OUT, relative  # noqa: E402
-from benchmarks.worker import Player  # noqa: E402
-from tools import dashboard  # noqa: E402
+from benchmarks import workloads
+from benchmarks.engines import CHECKPOINTS, use_environment_here
+from benchmarks.report import OUT, relative
+from benchmarks.worker import Player
+from tools import dashboard
 
 B = 32
 EVERY = 1.0
@@ -50,11 +44,13 @@ def sample(at: float) -> dict[str, Any]:
     return {"at": at, "values": values}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=OUT / "panels.json")
     parser.add_argument("--picture", type=Path, help="draw the panels into this file")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
+    use_environment_here()
     from vllm_gaudi.testing import checkpoints
     from vllm_gaudi.v1.metrics import GaudiStatLogger
 
@@ -102,7 +98,3 @@ def main() -> None:
     if options.picture:
         dashboard.draw(samples, options.picture, says)
         print(options.picture)
-
-
-if __name__ == "__main__":
-    main()

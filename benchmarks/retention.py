@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each retention interval keeps, on conversations as chats and agents hold them: hit tokens of reachable ones.
 
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m benchmarks.retention [--seeds 3]
+    python -m benchmarks retention [--seeds 3]
 
 Owns: the workloads, in units of B; vLLM's scheduler runs them without a model, on pools that hold a part of what an
 unlimited cache would. Reachable: what such a cache would have reused on the same block grid. Prints a Markdown table,
@@ -13,16 +13,16 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from benchmarks.engines import CHECKPOINTS, use_environment_here
 from benchmarks.workloads import boundaries
-from vllm_gaudi.testing import checkpoints
-from vllm_gaudi.testing.engine import engine
-from vllm_gaudi.testing.model_free import ModelFree, Turn
+
+if TYPE_CHECKING:
+    from vllm_gaudi.testing.model_free import ModelFree, Turn
 
 B = 16
 INTERVALS = {"retention 0": 0, "retention 4 B": 4 * B, "retention None": None}
@@ -135,35 +135,36 @@ def _settle(running: list[tuple[int, Turn]], histories: list[list[int]], seen: s
     return []
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each workload")
-    seeds = parser.parse_args().seeds
+
+
+def run(options: argparse.Namespace) -> None:
+    use_environment_here()
+    from vllm_gaudi.testing import checkpoints
+    from vllm_gaudi.testing.engine import engine
+    from vllm_gaudi.testing.model_free import ModelFree
+
     rows = []
-    with tempfile.TemporaryDirectory() as directory:
-        path = checkpoints.build("q35_dense", "float32", Path(directory))
-        with engine(path, enable_prefix_caching=True, block_size=B, max_model_len=4096) as serving:
-            num_groups = serving.runner.step.caches.geometry.num_groups
-            for name in tqdm(WORKLOADS, desc="Workloads", unit="workload"):
-                for share in POOLS:
-                    row = {}
-                    for label, interval in INTERVALS.items():
-                        ratios = []
-                        for seed in range(seeds):
-                            sessions = WORKLOADS[name](random.Random(seed))
-                            longest = max(sum(len(t) for turn in session for t in turn) for session in sessions)
-                            room = int(share * needed_blocks(sessions, num_groups))
-                            num_blocks = max(room, 2 * (longest // B + num_groups)) + 1  # two run at a time
-                            bench = ModelFree(serving, num_blocks, interval)
-                            hit, reachable = play(bench, sessions)
-                            ratios.append(hit / reachable)
-                        row[label] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
-                    rows.append((name, share, row))
+    path = checkpoints.build("q35_dense", "float32", CHECKPOINTS)
+    with engine(path, enable_prefix_caching=True, block_size=B, max_model_len=4096) as serving:
+        num_groups = serving.runner.caches.geometry.num_groups
+        for name in tqdm(WORKLOADS, desc="Workloads", unit="workload"):
+            for share in POOLS:
+                row = {}
+                for label, interval in INTERVALS.items():
+                    ratios = []
+                    for seed in range(options.seeds):
+                        sessions = WORKLOADS[name](random.Random(seed))
+                        longest = max(sum(len(t) for turn in session for t in turn) for session in sessions)
+                        room = int(share * needed_blocks(sessions, num_groups))
+                        num_blocks = max(room, 2 * (longest // B + num_groups)) + 1  # two run at a time
+                        bench = ModelFree(serving, num_blocks, interval)
+                        hit, reachable = play(bench, sessions)
+                        ratios.append(hit / reachable)
+                    row[label] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
+                rows.append((name, share, row))
     print("| workload | pool / need | " + " | ".join(INTERVALS) + " |")
     print("|---|---:|" + "---:|" * len(INTERVALS))
     for name, share, row in rows:
         print(f"| {name} | {share} | " + " | ".join(row.values()) + " |")
-
-
-if __name__ == "__main__":
-    main()

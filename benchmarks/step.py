@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the runner itself costs per decode step: everything but the model's forward, the logits and vLLM's sampler.
 
-    python -m benchmarks.step [--model q35_small] [--batches 1 8 32 128]
+    python -m benchmarks step [--model q35_small] [--batches 1 8 32 128]
 
 Owns: the clocks around the runner's parts. Prints a Markdown table: medians over the steps, with the quartiles of the
 overhead. Growth is against the smallest batch. Never asserts a number.
@@ -10,24 +10,15 @@ overhead. Growth is against the smallest batch. Never asserts a number.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_SKIP_WARMUP", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from tqdm import tqdm
 
-from tqdm import tqdm  # noqa: E402
-
-from vllm_gaudi.testing import checkpoints  # noqa: E402
-from vllm_gaudi.testing.engine import engine, greedy  # noqa: E402
+from benchmarks.engines import CHECKPOINTS, use_environment_here
 
 PROMPT = 24
 MODEL_PARTS = ("forward", "logits", "sampler")
@@ -75,13 +66,18 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
     return middle, low, high
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="q35_small", choices=list(checkpoints.RECIPES))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="q35_small", help="a checkpoint of vllm_gaudi.testing.checkpoints")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--steps", type=int, default=24)
-    options = parser.parse_args()
-    path = checkpoints.build(options.model, "float32", ROOT / ".cache" / "checkpoints")
+
+
+def run(options: argparse.Namespace) -> None:
+    use_environment_here()
+    from vllm_gaudi.testing import checkpoints
+    from vllm_gaudi.testing.engine import engine, greedy
+
+    path = checkpoints.build(options.model, "float32", CHECKPOINTS)
     source = random.Random(1)
     rows = []
     flags = {
@@ -115,7 +111,3 @@ def main() -> None:
             *(f"{1e3 * ours[part]:.2f}" for part in OUR_PARTS),
         ]
         print(f"| {batch} | " + " | ".join(cells) + " |")
-
-
-if __name__ == "__main__":
-    main()

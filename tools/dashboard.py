@@ -5,7 +5,7 @@ Owns: the panels. Each is written down once, as what is divided by what; the Pro
 and the curves of the picture both follow from that. Never: a metric that ``/metrics`` does not have (a test asks it).
 
     python -m tools.dashboard write                        docs/grafana-dashboard.json
-    python -m tools.dashboard draw SAMPLES.json PICTURE    the panels, from samples that benchmarks/panels.py took
+    python -m tools.dashboard draw SAMPLES.json PICTURE    the panels, from samples of `python -m benchmarks panels`
 """
 
 from __future__ import annotations

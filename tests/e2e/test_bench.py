@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_benchmark_compares_caching_on_with_caching_off(tmp_path):
     arguments = ["--sizes", "tiny", "--workloads", "repeat", "pressure", "--repeats", "2", "--out", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.cache", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks", "cache", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "results.json").read_text())

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_row_is_measured(tmp_path):
     options = ["--size", "tiny", "--repeats", "2", "--tokens", "64", "--answer", "5", "--blocks", "1", "5"]
-    command = [sys.executable, "-m", "benchmarks.speed", *options, "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", "speed", *options, "--out", str(tmp_path)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     results = json.loads((tmp_path / "speed.json").read_text())

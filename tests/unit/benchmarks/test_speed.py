@@ -139,7 +139,7 @@ class TestTable:
         return {
             "machine": "2 cores",
             "load": "load 1.0 before and 2.0 after",
-            "command": "python -m benchmarks.speed",
+            "command": "python -m benchmarks speed",
             "size": "small",
             "block_size": 640,
             "missing": {},
