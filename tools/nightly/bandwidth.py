@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast checkpoints move against a plain copy of the same bytes on the same device: a ratio, one per size.
 
-Owns: the choice of sizes, the table, and the one loose floor. The measuring is the benchmark's. Never: a time.
+Owns: the choice of sizes, the table, and the one loose floor. The measuring is that of ``copies``. Never: a time.
 
 Ordering rule: the table is written before the floor is looked at.
 """
@@ -23,9 +23,9 @@ FLOOR = 0.05
 
 def measure(layers: int, sizes: Sequence[int], repeats: int, pool_blocks: int) -> list[dict[str, Any]]:
     """In this process, on this machine's device; ``layers``: GDN layers of each model, a multiple of three."""
-    from benchmarks import checkpoint
+    from tools.nightly import copies
 
-    rows = checkpoint.measure_all(checkpoint.MODELS, sizes, layers, repeats, pool_blocks)
+    rows = copies.measure_all(copies.MODELS, sizes, layers, repeats, pool_blocks)
     return [dataclasses.asdict(row) for row in rows]
 
 

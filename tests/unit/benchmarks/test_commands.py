@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +42,11 @@ def test_without_a_command_nothing_runs(capsys):
     with pytest.raises(SystemExit) as ended:
         command_line.main([])
     assert ended.value.code == 2 and "COMMAND" in capsys.readouterr().err
+
+
+def test_the_parser_needs_neither_torch_nor_vllm():
+    """A command sets variables that are read when they are imported."""
+    check = "import sys, benchmarks.__main__ as b; b.parser(); print(sorted({'torch', 'vllm'} & set(sys.modules)))"
+    root = Path(command_line.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", check], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
