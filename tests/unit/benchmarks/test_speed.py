@@ -8,7 +8,6 @@ import random
 import pytest
 
 from benchmarks import speed as speed_bench
-from benchmarks import worker
 from benchmarks.speed import OURS, PEER, TRANSFORMERS, Row, Speed, Target
 
 
@@ -22,8 +21,8 @@ class Fake:
     def __init__(self, *plays: list[dict]):
         self.plays, self.asked, self.starts = list(plays), [], []
 
-    def play(self, **arguments):
-        self.asked.append(arguments)
+    def play(self, sessions):
+        self.asked.append(sessions)
         return {"requests": self.plays.pop(0)}
 
     def start(self, **flags):
@@ -73,7 +72,8 @@ def test_prompts_of_a_batch_are_the_same_for_all_engines_and_come_in_the_order_a
     measured = speed(**{OURS: ours, TRANSFORMERS: theirs})
     measured.prefill(2, 8, [TRANSFORMERS, OURS])
     assert ours.asked == theirs.asked
-    assert [len(prompt) for prompt in ours.asked[0]["prompts"]] == [4, 4]
+    assert [len(session.turns[0].new) for session in ours.asked[0]] == [4, 4]
+    assert [session.after for session in ours.asked[0]] == [None, None]
     row = measured.rows["prefill, batch 2"]
     assert list(row.values) == [TRANSFORMERS, OURS] and row.values[OURS] == [pytest.approx(40)]
 
@@ -94,8 +94,9 @@ class TestHits:
         ours = Fake(self.play())
         measured = speed(**{OURS: ours})
         measured.hit(2, 32, 2, [OURS])
-        prompts = ours.asked[0]["prompts"]
-        assert ours.asked[0]["in_turn"] and {len(prompt) for prompt in prompts} == {80}
+        prompts = [session.turns[0].new for session in ours.asked[0]]
+        assert [session.after for session in ours.asked[0]] == [None, 0, 1]
+        assert {len(prompt) for prompt in prompts} == {80}
         assert len({tuple(prompt[:64]) for prompt in prompts}) == 1 and len({tuple(p[64:]) for p in prompts}) == 3
         assert measured.rows["cold first token, 2 blocks"].values == {OURS: [1.0]}
         assert measured.rows["first token of a hit, 2 blocks"].values == {OURS: [0.1, 0.3]}
@@ -123,15 +124,6 @@ def test_every_start_is_a_new_engine():
         measured.start(flags, order)
     assert [start["seed"] for start in ours.starts] == [0, 1]
     assert measured.rows["engine start, eager"].values == {OURS: [3.0, 4.0], PEER: [3.0, 4.0]}
-
-
-def test_the_worker_plays_prompts_as_they_are_or_one_after_the_other():
-    command = {"prompts": [[1, 2], [3]], "answer": 4, "in_turn": False}
-    sessions = worker.sessions_of(command)
-    assert [(s.turns[0].new, s.turns[0].answer, s.after) for s in sessions] == [([1, 2], 4, None), ([3], 4, None)]
-    assert [session.after for session in worker.sessions_of({**command, "in_turn": True})] == [None, 0]
-    named = worker.sessions_of({"name": "repeat", "block_size": 16, "vocabulary": 512, "seed": 1, "scale": 1.0})
-    assert len(named) > 1
 
 
 class TestTable:
