@@ -32,12 +32,10 @@ from benchmarks.engines import (
     Size,
     add_engine_arguments,
     environment,
+    flags_for,
     peer_environment,
 )
 from benchmarks.report import machine, percentile, relative, shown, spread
-
-NUM_GDN_GROUPS = 3
-
 
 # What a run gave
 
@@ -143,26 +141,14 @@ def run_size(size: Size, options: argparse.Namespace, progress: tqdm, each: Call
         same: dict[str, list[tuple[int, int]]] = {column.label: [] for column in wanted}
         for repeat in range(options.repeats):
             sessions = workloads.make(name, block_size, size.vocabulary, repeat, size.scale)
-            need = workloads.needed_blocks(sessions, block_size, NUM_GDN_GROUPS)
-            length = workloads.longest(sessions)
-            # Plenty, or a share; never less than what vLLM wants for one request of the longest session.
-            room = int(need * workload.pool) if workload.pool else 2 * need + 64
-            max_model_len = (length // block_size + 2) * block_size
-            room = max(room, max_model_len // block_size + 2 * NUM_GDN_GROUPS + 2)
             results = {}
             order = wanted if repeat % 2 == 0 else wanted[::-1]
             for column in order:
                 progress.set_postfix_str(f"{size.name} {name}: {column.label}")
                 engine = engines[column.label]
-                budget = int((workload.budget or 4) * block_size)
                 facts = engine.start(
                     model=str(made["bfloat16" if column.flags["dtype"] == "bfloat16" else options.dtype]),
-                    max_model_len=max_model_len,
-                    max_num_seqs=workload.max_num_seqs,
-                    max_num_batched_tokens=max(budget, workload.max_num_seqs),
-                    num_gpu_blocks_override=-(-room // 16) * 16 + 1,
-                    enforce_eager=True,
-                    skip_tokenizer_init=True,
+                    **flags_for([sessions], block_size, workload.pool, workload.budget or 4, workload.max_num_seqs),
                 )
                 found["starts"].setdefault(column.label, []).append(facts["seconds"])
                 results[column.label] = engine.play(sessions)

@@ -20,6 +20,8 @@ from typing import Any
 from benchmarks import worker, workloads
 from benchmarks.report import OUT, ROOT
 
+NUM_GDN_GROUPS = 3
+"""Of every model whose caching is measured: the tiny checkpoints and the published ones."""
 CHECKPOINTS = ROOT / ".cache" / "checkpoints"
 
 
@@ -43,6 +45,26 @@ SIZES = {
         "small", "q35_small", "about 50 M parameters, head dims 128", 512, 0.17, None, 640, ("repeat", "chat", "cold")
     ),
 }
+
+
+def flags_for(
+    played: Sequence[list[worker.Session]], block_size: int, pool: float | None, budget: float, max_num_seqs: int
+) -> dict[str, Any]:
+    """Flags of an engine that plays each of ``played``. ``pool``: share of what the largest needs, None for plenty.
+
+    ``budget`` in units of B. The pool is never less than what vLLM wants for one request of the longest session.
+    """
+    need = max(workloads.needed_blocks(sessions, block_size, NUM_GDN_GROUPS) for sessions in played)
+    blocks = max(workloads.longest(sessions) for sessions in played) // block_size + 2
+    room = max(2 * need + 64 if pool is None else int(pool * need), blocks + 2 * NUM_GDN_GROUPS + 2)
+    return {
+        "max_model_len": blocks * block_size,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max(int(budget * block_size), max_num_seqs),
+        "num_gpu_blocks_override": -(-room // 16) * 16 + 1,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+    }
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import workloads
-from benchmarks.engines import CHECKPOINTS, use_environment_here
+from benchmarks.engines import CHECKPOINTS, flags_for, use_environment_here
 from benchmarks.report import OUT, relative
 from benchmarks.worker import Player
 from tools import dashboard
@@ -54,24 +54,15 @@ def run(options: argparse.Namespace) -> None:
     from vllm_gaudi.testing import checkpoints
     from vllm_gaudi.v1.metrics import GaudiStatLogger
 
-    load = [
-        (name, workloads.make(name, B, 512, seed, 1.0)) for name, seed in (("chat", 0), ("agent", 0), ("pressure", 0))
-    ]
-    need = max(workloads.needed_blocks(sessions, B, 3) for _, sessions in load)
-    length = max(workloads.longest(sessions) for _, sessions in load)
+    load = [(name, workloads.make(name, B, 512, 0, 1.0)) for name in ("chat", "agent", "pressure")]
     player = Player(
         {
             "model": str(checkpoints.build("q35_dense", "float32", CHECKPOINTS)),
             "dtype": "float32",
             "enable_prefix_caching": True,
             "block_size": B,
-            "max_model_len": (length // B + 2) * B,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 4 * B,
-            "num_gpu_blocks_override": max(int(0.6 * need), length // B + 16),
-            "enforce_eager": True,
-            "skip_tokenizer_init": True,
             "disable_log_stats": False,
+            **flags_for([sessions for _, sessions in load], B, pool=0.6, budget=4, max_num_seqs=8),
         },
         [GaudiStatLogger],  # vLLM loads a plugin's loggers for its server alone
     )

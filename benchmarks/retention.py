@@ -3,9 +3,10 @@
 
     python -m benchmarks retention [--seeds 3]
 
-Owns: the workloads, in units of B; vLLM's scheduler runs them without a model, on pools that hold a part of what an
-unlimited cache would. Reachable: what such a cache would have reused on the same block grid. Prints a Markdown table,
-median over the seeds with the smallest and largest. Never asserts a number.
+Owns: the pools and the order of requests: turn by turn over all sessions, two requests at a time, without gaps. vLLM's
+scheduler runs the workloads without a model, on pools that hold a part of what an unlimited cache would. Reachable:
+what such a cache would have reused on the same block grid. Prints a Markdown table, median over the seeds with the
+smallest and largest. Never asserts a number.
 """
 
 from __future__ import annotations
@@ -13,106 +14,40 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from benchmarks import workloads
 from benchmarks.engines import CHECKPOINTS, use_environment_here
-from benchmarks.workloads import boundaries
+from benchmarks.workloads import Session, Texts, boundaries
 
 if TYPE_CHECKING:
     from vllm_gaudi.testing.model_free import ModelFree, Turn
 
 B = 16
+VOCABULARY = 30000
 INTERVALS = {"retention 0": 0, "retention 4 B": 4 * B, "retention None": None}
 POOLS = (0.6, 1.0, 1.2, 1.5)
 """Blocks of the pool, as a share of what attention and one checkpoint per conversation take at the end."""
-
-Session = list[tuple[list[int], list[int]]]  # per turn: new prompt tokens, answer tokens
-
-
-def text(source: random.Random, blocks: float) -> list[int]:
-    return [source.randrange(10, 30000) for _ in range(max(1, round(blocks * B)))]
+NAMES = ("chat", "agent", "alternate-4", "fork", "groups")
 
 
-def chat(source: random.Random) -> list[Session]:
-    """Twelve users, eight turns each, a short shared system prompt."""
-    system = text(source, 0.6)
-    return [
-        [
-            (
-                (system if turn == 0 else []) + text(source, source.uniform(0.1, 1.5)),
-                text(source, source.uniform(0.2, 1.5)),
-            )
-            for turn in range(8)
-        ]
-        for _ in range(12)
-    ]
+def play(bench: ModelFree, sessions: list[Session], answers: Texts) -> tuple[int, int]:
+    """Turn by turn over all sessions, two requests at a time; returns hit and reachable tokens.
 
-
-def agent(source: random.Random) -> list[Session]:
-    """Six agents on one system prompt of 3 B tokens, thirty turns of tool output of log-normal length."""
-    system = text(source, 3.2)
-    return [
-        [
-            ((system if turn == 0 else []) + text(source, source.lognormvariate(-0.7, 0.9)), text(source, 0.25))
-            for turn in range(30)
-        ]
-        for _ in range(6)
-    ]
-
-
-def alternate(source: random.Random) -> list[Session]:
-    """Four long documents, each asked about ten times in turns."""
-    return [
-        [((text(source, 12) if turn == 0 else []) + text(source, 0.5), text(source, 0.7)) for turn in range(10)]
-        for _ in range(4)
-    ]
-
-
-def fork(source: random.Random) -> list[Session]:
-    """Three documents of 4.6 B tokens, sixteen unrelated questions to each."""
-    documents = [text(source, 4.6) for _ in range(3)]
-    return [[(document + text(source, 0.7), text(source, 0.5))] for _ in range(16) for document in documents]
-
-
-def groups(source: random.Random) -> list[Session]:
-    """Eight prefixes of 2.84 B tokens, eight prompts with each, in random order."""
-    prefixes = [text(source, 2.84) for _ in range(8)]
-    sessions = [[(prefix + text(source, 1.33), text(source, 0.2))] for prefix in prefixes for _ in range(8)]
-    source.shuffle(sessions)
-    return sessions
-
-
-WORKLOADS: dict[str, Callable[[random.Random], list[Session]]] = {
-    workload.__name__: workload for workload in (chat, agent, alternate, fork, groups)
-}
-
-
-def needed_blocks(sessions: list[Session], num_groups: int) -> int:
-    """Blocks that all conversations take when they have ended: attention of distinct prefixes, one checkpoint each."""
-    seen: set[tuple[int, ...]] = set()
-    for session in sessions:
-        whole: list[int] = []
-        for new, answer in session:
-            whole = whole + new + answer
-        seen.update(boundaries(whole, len(whole), B))
-    return len(seen) + len(sessions) * (num_groups - 1)
-
-
-def play(bench: ModelFree, sessions: list[Session]) -> tuple[int, int]:
-    """Turn by turn over all sessions, two requests at a time; returns hit and reachable tokens."""
+    ``answers`` makes up what the model says; a turn that asks for several answers is played as one.
+    """
     histories: list[list[int]] = [[] for _ in sessions]
     seen: set[tuple[int, ...]] = set()
     played: list[Turn] = []
     reachable = 0
-    for turn in range(max(len(session) for session in sessions)):
+    for number in range(max(len(session.turns) for session in sessions)):
         running: list[tuple[int, Turn]] = []
         for n, session in enumerate(sessions):
-            if turn < len(session):
-                new, answer = session[turn]
-                request = bench.add(histories[n] + new, answer)
+            if number < len(session.turns):
+                turn = session.turns[number]
+                request = bench.add(histories[n] + turn.new, answers.tokens(turn.answer / B))
                 for _, twin in running:
                     seen.update(boundaries(twin.prompt, len(twin.prompt), B))
                 ends = boundaries(request.prompt, len(request.prompt) - 1, B)
@@ -148,19 +83,18 @@ def run(options: argparse.Namespace) -> None:
     rows = []
     path = checkpoints.build("q35_dense", "float32", CHECKPOINTS)
     with engine(path, enable_prefix_caching=True, block_size=B, max_model_len=4096) as serving:
-        num_groups = serving.runner.caches.geometry.num_groups
-        for name in tqdm(WORKLOADS, desc="Workloads", unit="workload"):
+        num_gdn_groups = len(serving.runner.caches.geometry.gdn_groups)
+        for name in tqdm(NAMES, desc="Workloads", unit="workload"):
             for share in POOLS:
                 row = {}
                 for label, interval in INTERVALS.items():
                     ratios = []
                     for seed in range(options.seeds):
-                        sessions = WORKLOADS[name](random.Random(seed))
-                        longest = max(sum(len(t) for turn in session for t in turn) for session in sessions)
-                        room = int(share * needed_blocks(sessions, num_groups))
-                        num_blocks = max(room, 2 * (longest // B + num_groups)) + 1  # two run at a time
-                        bench = ModelFree(serving, num_blocks, interval)
-                        hit, reachable = play(bench, sessions)
+                        sessions = workloads.make(name, B, VOCABULARY, seed, 1.0)
+                        room = int(share * workloads.needed_blocks(sessions, B, num_gdn_groups))
+                        least = 2 * (workloads.longest(sessions) // B + 1 + num_gdn_groups)  # two run at a time
+                        bench = ModelFree(serving, max(room, least) + 1, interval)
+                        hit, reachable = play(bench, sessions, Texts(B, VOCABULARY, random.Random(seed)))
                         ratios.append(hit / reachable)
                     row[label] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
                 rows.append((name, share, row))

@@ -10,15 +10,18 @@ source, so a session is the same whatever runs beside it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.worker import Session, Turn
 
 FIRST_TOKEN = 10
 """Ids below are special in the tiny checkpoints."""
+SHORT_ANSWER = 8
+"""Tokens, whatever B is: where only the prompt is measured."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def scaled(count: int, scale: float, least: int = 2) -> int:
 
 def repeat(texts: Texts, scale: float) -> list[Session]:
     prompts = [texts.tokens(blocks) for blocks in (1.2, 2.5, 8.1)]
-    return in_turn([Session([Turn(prompt, 8)]) for prompt in prompts for _ in range(2)])
+    return in_turn([Session([Turn(prompt, SHORT_ANSWER)]) for prompt in prompts for _ in range(2)])
 
 
 def groups(texts: Texts, scale: float) -> list[Session]:
@@ -76,7 +79,7 @@ def groups(texts: Texts, scale: float) -> list[Session]:
     prefixes = [texts.tokens(2.84) for _ in range(count)]
     prompts = [prefix + texts.tokens(1.33) for prefix in prefixes for _ in range(count)]
     texts.source.shuffle(prompts)
-    return [Session([Turn(prompt, 8)], arrival=4 * n) for n, prompt in enumerate(prompts)]
+    return [Session([Turn(prompt, texts.count(0.25))], arrival=4 * n) for n, prompt in enumerate(prompts)]
 
 
 def chat(texts: Texts, scale: float) -> list[Session]:
@@ -101,7 +104,8 @@ def alternate(texts: Texts, scale: float, count: int = 2) -> list[Session]:
     """Long sessions that take turns: the gap is long enough for the others' turns."""
     sessions = []
     for n in range(count):
-        turns = [Turn(texts.tokens(8 * max(scale, 0.3) if turn == 0 else 0.5), 8, 12 * count) for turn in range(6)]
+        lengths = [8 * max(scale, 0.3), *[0.5] * 5]
+        turns = [Turn(texts.tokens(blocks), texts.count(0.25), 12 * count) for blocks in lengths]
         sessions.append(Session(turns, arrival=12 * n))
     return sessions
 
@@ -130,13 +134,14 @@ def agent(texts: Texts, scale: float) -> list[Session]:
 
 def fork(texts: Texts, scale: float) -> list[Session]:
     document = texts.tokens(4.6)
-    asked = [Session([Turn(document + texts.tokens(0.7), 8)], arrival=3 * n) for n in range(scaled(16, scale, 4))]
-    return [*asked, Session([Turn(document + texts.tokens(0.7), 8, n=4)], arrival=3 * len(asked))]
+    answer = texts.count(0.25)
+    asked = [Session([Turn(document + texts.tokens(0.7), answer)], arrival=3 * n) for n in range(scaled(16, scale, 4))]
+    return [*asked, Session([Turn(document + texts.tokens(0.7), answer, n=4)], arrival=3 * len(asked))]
 
 
 def short(texts: Texts, scale: float) -> list[Session]:
     return [
-        Session([Turn(texts.tokens(texts.source.uniform(0.1, 0.95)), 8)], arrival=2 * n)
+        Session([Turn(texts.tokens(texts.source.uniform(0.1, 0.95)), SHORT_ANSWER)], arrival=2 * n)
         for n in range(scaled(64, scale, 8))
     ]
 
@@ -182,17 +187,33 @@ def boundaries(tokens: Sequence[int], most: int, block_size: int) -> list[tuple[
     return [tuple(tokens[:end]) for end in range(block_size, most + 1, block_size)]
 
 
-def needed_blocks(sessions: list[Session], block_size: int, num_gdn_groups: int) -> int:
-    """Blocks that all sessions hold at their end: attention of distinct prompts' prefixes, a checkpoint per session."""
-    seen: set[int] = set()
-    blocks = 0
+def conversations(sessions: list[Session]) -> Iterator[list[int]]:
+    """All that is said in each, at its end; of a turn with n answers each is the end of one.
+
+    What the model will answer is not known: answers are made of ids that nobody else has.
+    """
+    unknown = itertools.count(-1, -1)
     for session in sessions:
         said: list[int] = []
         for turn in session.turns:
-            said += turn.new
-            seen.update(map(hash, boundaries(said, len(said), block_size)))
-            blocks += turn.answer * turn.n // block_size
-    return len(seen) + blocks + len(sessions) * (num_gdn_groups + 1)
+            said = said + turn.new
+            for _ in range(turn.n - 1):
+                yield said + list(itertools.islice(unknown, turn.answer))
+            said = said + list(itertools.islice(unknown, turn.answer))
+        yield said
+
+
+def needed_blocks(sessions: list[Session], block_size: int, num_gdn_groups: int) -> int:
+    """Pool blocks that hold every conversation at its end, each with one checkpoint.
+
+    Of one conversation that is ``blocks_of_conversation``; whole blocks that several begin with are counted once.
+    """
+    whole: set[tuple[int, ...]] = set()
+    others = 0
+    for said in conversations(sessions):
+        whole.update(boundaries(said, len(said), block_size))
+        others += (len(said) % block_size > 0) + num_gdn_groups
+    return len(whole) + others
 
 
 def longest(sessions: list[Session]) -> int:

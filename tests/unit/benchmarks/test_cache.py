@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import cache, engines, report, workloads
+from benchmarks.workloads import Session, Turn
+from vllm_gaudi.planning import blocks_of_conversation
 
 B = 4
 
@@ -136,8 +138,38 @@ def test_workloads_are_those_that_the_documentation_names():
     assert len({tuple(s.turns[0].new[:50]) for s in made["cold"]}) == len(made["cold"])
 
 
-def test_a_pool_for_all_sessions_counts_shared_prefixes_once():
-    turn = workloads.Turn(list(range(10, 20)), answer=4)
-    alone = workloads.needed_blocks([workloads.Session([turn])], B, 3)
-    assert alone == 2 + 1 + 4  # two whole blocks, one of the answer's, and a checkpoint's four
-    assert workloads.needed_blocks([workloads.Session([turn])] * 2, B, 3) == 2 + 2 * 1 + 2 * 4
+class TestNeededBlocks:
+    def test_of_one_conversation_it_is_what_the_package_plans_for_it(self):
+        for new, answer in ((10, 4), (8, 4), (1, 1), (3, 30)):
+            session = Session([Turn(list(range(10, 10 + new)), answer), Turn([7] * new, answer)])
+            planned = blocks_of_conversation(B, 3, 2 * (new + answer))
+            assert workloads.needed_blocks([session], B, 3) == planned, (new, answer)
+
+    def test_of_conversations_that_share_nothing_it_is_the_sum(self):
+        sessions = [Session([Turn([first] * 9, 6)]) for first in (10, 11, 12)]
+        assert workloads.needed_blocks(sessions, B, 3) == 3 * blocks_of_conversation(B, 3, 15)
+
+    def test_whole_blocks_that_conversations_begin_with_are_counted_once(self):
+        turn = Turn(list(range(10, 20)), answer=4)  # two whole blocks of the prompt, and two that the answer is in
+        assert workloads.needed_blocks([Session([turn])] * 2, B, 3) == 2 + 2 * (2 + 3)
+
+    def test_each_of_several_answers_ends_a_conversation(self):
+        several = Turn(list(range(10, 20)), answer=4, n=3)
+        assert workloads.needed_blocks([Session([several])], B, 3) == 2 + 3 * (2 + 3)
+        assert workloads.needed_blocks([Session([several, Turn([7], 1)])], B, 3) == 2 + 3 * (2 + 3)
+
+    def test_answers_of_earlier_turns_are_part_of_what_a_later_one_stands_on(self):
+        turns = [Turn([10], answer=1) for _ in range(6)]
+        assert workloads.needed_blocks([Session(turns)], B, 3) == 3 + 3
+
+
+def test_flags_are_for_the_longest_session_and_a_share_of_the_largest_need():
+    small, large = [Session([Turn([7] * 9, 6)])], [Session([Turn([n] * 90, 6)]) for n in (10, 11, 12)]
+    need = workloads.needed_blocks(large, B, 3)
+    plenty = engines.flags_for([small, large], B, None, 2.3, 2)
+    assert plenty["max_model_len"] >= 96 and plenty["max_num_batched_tokens"] == 9
+    assert plenty["num_gpu_blocks_override"] > 2 * need
+    half = engines.flags_for([large, small], B, 0.5, 0.1, 16)
+    assert need // 2 <= half["num_gpu_blocks_override"] <= need // 2 + 17 and half["max_num_batched_tokens"] == 16
+    least = engines.flags_for([small], B, 0.01, 1, 1)
+    assert least["num_gpu_blocks_override"] > blocks_of_conversation(B, 3, least["max_model_len"])
