@@ -468,11 +468,10 @@ def sources() -> list[Path]:
     return [path for path in found if "testing" not in path.relative_to(PACKAGE).parts]
 
 
-def paragraph(docstring: str, *starts: str) -> str:
-    """The sentences of a docstring that follow one of ``starts``, up to the next such start or empty line."""
-    keys = "|".join(re.escape(start) for start in starts)
-    following = r"\s(?:Owns|Never|Ordering rule)[:,]|\n\n|\Z"
-    match = re.search(rf"(?:^|\s)(?:{keys}): *(.*?)(?={following})", docstring, re.S)
+def paragraph(docstring: str, key: str) -> str:
+    """The sentences of a docstring that follow ``key``, up to the next key or empty line."""
+    following = r"\s(?:Owns|Never|Ordering rule):|\n\n|\Z"
+    match = re.search(rf"(?:^|\s){key}: *(.*?)(?={following})", docstring, re.S)
     return tidy(match[1]) if match else ""
 
 
@@ -491,7 +490,7 @@ def owners() -> str:
     rows = []
     for path in sources():
         owns = paragraph(docstring_of(path), "Owns")
-        if owns and not owns.startswith(("the room", "nothing itself")):
+        if owns and not owns.startswith("nothing itself"):
             rows.append((code(path.relative_to(PACKAGE)), owns, paragraph(docstring_of(path), "Never") or "-"))
     return table(("file", "owns", "never"), rows)
 
@@ -499,8 +498,8 @@ def owners() -> str:
 def ordering_rules() -> str:
     rows = []
     for path in sources():
-        rule = paragraph(docstring_of(path), "Ordering rule", "Ordering rule of a pass")
-        if rule:
+        rule = paragraph(docstring_of(path), "Ordering rule")
+        if rule and not rule.startswith("none"):
             rows.append((code(path.relative_to(PACKAGE)), rule))
     return table(("file", "rule"), rows)
 

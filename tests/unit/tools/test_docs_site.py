@@ -88,6 +88,13 @@ def test_the_navigation_names_every_page_once():
     assert sorted(named) == sorted(TEXT)
 
 
+def test_a_rule_of_order_has_one_spelling():
+    """The table of ordering rules would leave another one out."""
+    for path in docs.sources():
+        starts = [line for line in docs.docstring_of(path).splitlines() if re.match(r"Order(?:ing rules?)?\b", line)]
+        assert all(line.startswith("Ordering rule: ") for line in starts), path
+
+
 @pytest.mark.parametrize("page", TEXT)
 def test_every_link_leads_to_a_file_and_a_heading(page):
     for target in LINK.findall(TEXT[page]):

@@ -13,7 +13,7 @@ A boundary is published (gets its hash) at the end of the pass that schedules th
 belongs to a later step. Asynchronous scheduling may not know the boundary's last token yet; then it is published when
 that token has arrived, and given up when the request ends or is preempted before.
 
-Ordering rule of a pass: ``start_pass``, vLLM's scheduling, ``take``, release of the sources of hits.
+Ordering rule: in each pass ``start_pass``, vLLM's scheduling, ``take``, release of the sources of hits.
 """
 
 from __future__ import annotations
