@@ -386,16 +386,8 @@ def metric_docs() -> dict[str, str]:
     raise LookupError("v1/metrics.py has no _DOCS")
 
 
-REASONS = {
-    cache_stats.SHORT: "the prompt has no whole block before its last token",
-    cache_stats.NO_CHECKPOINT: "attention blocks would have carried the request further, but no state was kept there",
-    cache_stats.EVICTED: "a state further on was published once and its blocks hold something else now",
-    cache_stats.DEFERRED: "the request has waited one step for a twin, and hit then; it is counted, not lost",
-}
-
-
 def miss_reasons() -> str:
-    return table(("`reason`", "meaning"), [(code(reason), REASONS[reason]) for reason in cache_stats.REASONS])
+    return table(("`reason`", "meaning"), [(code(reason), doc) for reason, doc in cache_stats.REASONS.items()])
 
 
 def log_lines() -> str:

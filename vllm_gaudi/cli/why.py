@@ -21,7 +21,7 @@ from typing import Any
 from vllm_gaudi import compat
 from vllm_gaudi.cli import UsageError
 from vllm_gaudi.v1.core import retention
-from vllm_gaudi.v1.core.sched.cache_stats import DEFERRED, NO_CHECKPOINT, REASONS, SHORT, CacheStats
+from vllm_gaudi.v1.core.sched.cache_stats import REASONS, CacheStats
 
 CONTEXT = 12
 """Tokens shown before and after the place where the prompts part."""
@@ -264,14 +264,6 @@ def _numbers(ids: Sequence[int]) -> str:
 
 # In words
 
-MEANINGS = {
-    None: "no reason is counted",
-    SHORT: "the prompt has no whole block before its last token",
-    NO_CHECKPOINT: "attention blocks reach further than any state that was kept",
-    REASONS[2]: "a state further on was there and its blocks hold something else now",
-    DEFERRED: "B waits one step and starts from where A has got",
-}
-
 
 def _lines(why: Why) -> Iterator[str]:
     yield f"blocks of {why.block_size:,} tokens, retention {why.retention_interval}"
@@ -297,7 +289,7 @@ def _lines(why: Why) -> Iterator[str]:
         ("after A in a full pool, at least", why.full),
         ("together with A, at most", why.together),
     ):
-        reason = MEANINGS[reuse.reason] if reuse.reason is None else f"{reuse.reason}: {MEANINGS[reuse.reason]}"
+        reason = "no reason is counted" if reuse.reason is None else f"{reuse.reason}: {REASONS[reuse.reason]}"
         yield f"  {words:<34}{reuse.tokens:>8,} tokens  {reason}"
     if why.notes:
         yield ""

@@ -23,7 +23,13 @@ SHORT = "shorter_than_block"
 NO_CHECKPOINT = "no_checkpoint"
 EVICTED = "checkpoint_evicted"
 DEFERRED = "deferred_one_step"
-REASONS = (SHORT, NO_CHECKPOINT, EVICTED, DEFERRED)
+REASONS = {
+    SHORT: "the prompt has no whole block before its last token",
+    NO_CHECKPOINT: "attention blocks reach further than any state that was kept",
+    EVICTED: "a state further on was published once and its blocks hold something else now",
+    DEFERRED: "the request waits one step for another one that computes the same prefix, and hits then",
+}
+"""Why a request did not hit, or not at once, with the sentence for a reader."""
 
 
 class CacheStats:
