@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation site: writes the generated parts of docs/, and builds the site with MkDocs into .cache/site.
 
-Owns: the generated sections (in the pages, between ``<!-- generated: NAME -->`` and ``<!-- end -->``), and the picture
-of the pool. Reads sources and tables; imports neither torch nor vLLM.
+Owns: the generated sections (in the pages, between ``<!-- generated: NAME -->`` and ``<!-- end -->``). Reads sources
+and tables; imports neither torch nor vLLM.
 Never: a sentence by hand inside a generated section, or a number that is not computed here or in the package.
 
 Ordering rule: sections are written before the site is built, so a built site is never behind the tree.
@@ -40,7 +40,6 @@ from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "vllm_gaudi"
-PICTURE = DOCS / "assets" / "pool.svg"
 SITE = ROOT / ".cache" / "site"
 DOCS_PINS = ROOT / "requirements" / "docs.txt"
 SECTION = re.compile(r"(<!-- generated: ([a-z-]+) -->\n).*?(<!-- end -->)", re.S)
@@ -790,101 +789,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 
 
-# The picture
-
-INK, FAINT, PAPER = "#1f2933", "#7b8794", "#ffffff"
-ATTENTION, GDN, SLOT, STAGING, FREE = "#cfe3f7", "#ffe0b5", "#d5efd3", "#eadcf6", "#f1f3f5"
-
-
-def box(x: int, y: int, width: int, height: int, fill: str, *lines: str) -> str:
-    parts = [f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{fill}" stroke="{INK}"/>']
-    top = y + height / 2 - 8 * (len(lines) - 1)
-    for n, line in enumerate(lines):
-        parts.append(f'<text x="{x + width / 2:g}" y="{top + 16 * n + 4:g}" text-anchor="middle">{line}</text>')
-    return "".join(parts)
-
-
-def label(x: int, y: int, text: str, anchor: str = "start", is_bold: bool = False) -> str:
-    weight = ' font-weight="bold"' if is_bold else ""
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}"{weight}>{text}</text>'
-
-
-def arrow(x1: int, y1: int, x2: int, y2: int) -> str:
-    return f'<path d="M{x1} {y1} L{x2} {y2}" fill="none" stroke="{INK}" stroke-width="1.5" marker-end="url(#head)"/>'
-
-
-def picture() -> str:
-    """The pool, one boundary's blocks, the slots and the staging rows."""
-    tokens = 2
-    parts = [
-        label(20, 30, "Block pool: N blocks of B tokens; each block id is owned by one group at a time", is_bold=True)
-    ]
-    names = (
-        (FREE, "0", "null"),
-        (ATTENTION, "1", "attention"),
-        (ATTENTION, "2", "attention"),
-        (GDN, "3", "GDN group 0"),
-        (GDN, "4", "GDN group 1"),
-        (GDN, "5", "GDN group 2"),
-        (ATTENTION, "6", "attention"),
-        (FREE, "7", "free"),
-        (FREE, "...", "free"),
-    )
-    for n, (fill, number, owner) in enumerate(names):
-        parts.append(box(20 + 98 * n, 44, 92, 48, fill, number, owner))
-    parts.append(
-        label(
-            20, 116, f"Boundary {tokens}B: attention block 2 holds K and V of tokens B..2B-1; blocks 3, 4, 5 hold the"
-        )
-    )
-    parts.append(
-        label(
-            20,
-            134,
-            "state of every GDN layer after exactly 2B tokens. Four block ids, and all four must be there for a hit.",
-        )
-    )
-
-    parts.append(label(20, 178, "One page: K half and V half of one block at one position", is_bold=True))
-    parts.append(label(20, 206, "attention block 2"))
-    parts.append(box(190, 190, 330, 26, ATTENTION, "K of B tokens"))
-    parts.append(box(524, 190, 330, 26, ATTENTION, "V of B tokens"))
-    parts.append(label(20, 242, "GDN block 3, 4 or 5"))
-    parts.append(box(190, 226, 330, 26, GDN, "SSM heads, as many as fit whole"))
-    parts.append(box(524, 226, 180, 26, GDN, "the other SSM heads"))
-    parts.append(box(704, 226, 76, 26, GDN, "conv tail"))
-    parts.append(box(780, 226, 74, 26, FREE, "unused"))
-
-    parts.append(label(20, 300, "State rows", is_bold=True))
-    for n in range(4):
-        parts.append(box(20 + 84 * n, 314, 80, 40, SLOT, f"slot {n}" if n < 3 else "..."))
-    parts.append(box(356, 314, 80, 40, FREE, "ZERO"))
-    parts.append(box(440, 314, 80, 40, FREE, "TRASH"))
-    for n in range(3):
-        parts.append(box(524 + 112 * n, 314, 106, 40, STAGING, f"staging {n}" if n < 2 else "..."))
-    parts.append(label(20, 376, "a running request's live state"))
-    parts.append(label(356, 376, "what pads read, write"))
-    parts.append(label(524, 376, "states at boundaries that this forward runs over"))
-    parts.append(label(20, 400, "Every GDN layer has tensors of its own; a row has the same number in all of them."))
-
-    parts.append(arrow(250, 314, 250, 256))
-    parts.append(label(258, 284, "save at a step's end"))
-    parts.append(arrow(232, 256, 232, 314))
-    parts.append(label(224, 284, "restore at admission", "end"))
-    parts.append(arrow(640, 314, 640, 256))
-    parts.append(label(648, 284, "save after the forward"))
-    style = f"<style>text{{font:13px sans-serif;fill:{INK}}}</style>"
-    head = (
-        f'<marker id="head" markerWidth="8" markerHeight="8" refX="6" refY="3" orient="auto">'
-        f'<path d="M0 0 L6 3 L0 6 z" fill="{INK}"/></marker>'
-    )
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 910 416" role="img">'
-        "<title>The block pool, the four blocks of one boundary, slots and staging rows</title>\n"
-        f'<defs>{head}</defs>{style}<rect width="910" height="416" fill="{PAPER}"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
-
-
 # Writing and building
 
 
@@ -905,11 +809,11 @@ def pages() -> list[Path]:
 
 def outputs() -> dict[Path, str]:
     """What every file with a generated part should be."""
-    return {**{path: rendered(path.read_text()) for path in pages()}, PICTURE: picture()}
+    return {path: rendered(path.read_text()) for path in pages()}
 
 
 def stale() -> list[Path]:
-    return [path for path, text in outputs().items() if not path.is_file() or path.read_text() != text]
+    return [path for path, text in outputs().items() if path.read_text() != text]
 
 
 def write() -> list[Path]:
@@ -917,7 +821,6 @@ def write() -> list[Path]:
     changed = stale()
     for path, text in outputs().items():
         if path in changed:
-            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
     return changed
 
