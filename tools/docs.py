@@ -17,12 +17,10 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
-import importlib.util
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,8 @@ from vllm_gaudi import capabilities, cli, compat, device, envs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS
 from vllm_gaudi.cli import why
 from vllm_gaudi.ops import registry
+from vllm_gaudi.planning import DEFAULT_SERVING, GB, Geometry, Model, Serving, grid
+from vllm_gaudi.testing import operator_table, vllm_contract
 from vllm_gaudi.v1.core.sched import block_size, cache_stats
 from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
 
@@ -513,224 +513,16 @@ def step_order() -> str:
 # What is used of vLLM
 
 
-@functools.cache
-def vllm_folder() -> Path:
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        raise LookupError("vLLM is not installed: the tables of what is used of it are made from its sources")
-    return Path(spec.submodule_search_locations[0])
-
-
-def vllm_module(name: str) -> Path | None:
-    parts = name.split(".")[1:]
-    base = vllm_folder().joinpath(*parts)
-    for path in (base.with_suffix(".py"), base / "__init__.py"):
-        if path.is_file():
-            return path
-    return None
-
-
-def imported(path: Path) -> dict[str, tuple[str, str]]:
-    """Local name -> (module, name) of everything that a file imports from somewhere."""
-    found = {}
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.update({alias.asname or alias.name: (node.module, alias.name) for alias in node.names})
-        elif isinstance(node, ast.Import):
-            found.update({alias.asname or alias.name: (alias.name, "") for alias in node.names})
-    return found
-
-
-def find_class(module: str, name: str) -> tuple[Path, ast.ClassDef] | None:
-    """A class of vLLM, followed through re-exports."""
-    path = vllm_module(module)
-    if path is None:
-        return None
-    for node in tree_of(path).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return path, node
-    source = imported(path).get(name)
-    return find_class(*source) if source and source[0].startswith("vllm") and source[1] else None
-
-
-def members(module: str, name: str) -> set[str]:
-    """What a class of vLLM and its bases define: methods, class attributes and attributes set on self."""
-    found = find_class(module, name)
-    if found is None:
-        return set()
-    path, node = found
-    names = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
-    for item in ast.walk(node):
-        if isinstance(item, ast.AnnAssign | ast.Assign):
-            for target in item.targets if isinstance(item, ast.Assign) else [item.target]:
-                for part in ast.walk(target):
-                    if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self":
-                        names.add(part.attr)
-                    elif isinstance(part, ast.Name) and item in node.body:
-                        names.add(part.id)
-    for base in node.bases:
-        base = base.value if isinstance(base, ast.Subscript) else base
-        if isinstance(base, ast.Name):
-            source = imported(path).get(base.id)
-            if source and source[0].startswith("vllm"):
-                names |= members(*source)
-            elif source is None:
-                names |= members(module_name(path), base.id)
-    return names
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(vllm_folder()).with_suffix("").parts
-    return ".".join(("vllm", *(part for part in parts if part != "__init__")))
-
-
-@dataclass(frozen=True)
-class Subclass:
-    """One of our classes before a class of vLLM."""
-
-    path: Path
-    node: ast.ClassDef
-    base: tuple[str, str]  # module, class
-
-
-def subclasses() -> list[Subclass]:
-    """Every class of the package whose base is vLLM's; a mixin stands before the base that follows it."""
-    found = []
-    for path in sources():
-        names, local = imported(path), {n.name: n for n in tree_of(path).body if isinstance(n, ast.ClassDef)}
-        for node in local.values():
-            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-            theirs = [names[base] for base in bases if base in names and names[base][0].startswith("vllm.")]
-            if theirs:
-                found.append(Subclass(path, node, theirs[0]))
-                found += [Subclass(path, local[base], theirs[0]) for base in bases if base in local]
-    return list({(sub.path, sub.node.name): sub for sub in found}.values())  # a mixin may name the base itself
-
-
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
-
-
-def own_names(node: ast.ClassDef) -> list[str]:
-    names = []
-    for item in node.body:
-        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
-            names.append(item.name)
-        elif isinstance(item, ast.Assign | ast.AnnAssign):
-            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
-            names += [target.id for target in targets if isinstance(target, ast.Name)]
-    return names
-
-
-def overrides() -> str:
+def vllm_symbols() -> str:
+    """The rows of the contract, by the module of ours that depends on them and the class or module of vLLM."""
+    users: dict[str, dict[str, list[str]]] = {}
+    for row in vllm_contract.ROWS:
+        owner, _, name = row.symbol.rpartition(".")
+        users.setdefault(row.used_by, {}).setdefault(owner, []).append(code(name))
     rows = []
-    for sub in subclasses():
-        theirs = members(*sub.base)
-        taken = [name for name in own_names(sub.node) if name in theirs and not name.startswith("__")]
-        rows.append(
-            (
-                code(sub.node.name),
-                code(f"{sub.base[0]}.{sub.base[1]}"),
-                ", ".join(code(name) for name in taken if not is_private(name)) or "-",
-                ", ".join(code(name) for name in taken if is_private(name)) or "-",
-            )
-        )
-    return table(("class", "before vLLM's", "overridden, public", "overridden, private"), rows)
-
-
-def vllm_imports() -> str:
-    users: dict[tuple[str, str], set[str]] = {}
-    for path in sources():
-        for node in ast.walk(tree_of(path)):
-            found = []
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm" and not node.level:
-                found = [(str(node.module), alias.name) for alias in node.names]
-            elif isinstance(node, ast.Import):
-                found = [(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "vllm"]
-            for key in found:
-                users.setdefault(key, set()).add(path.relative_to(PACKAGE).as_posix())
-    rows = []
-    for module in sorted({module for module, _ in users}):
-        names = sorted(name for m, name in users if m == module)
-        files = sorted(set().union(*(users[module, name] for name in names)))
-        rows.append(
-            (
-                code(module),
-                ", ".join(code(name) for name in names if name) or "the module",
-                ", ".join(code(file) for file in files),
-            )
-        )
-    return table(("module of vLLM", "names", "used by"), rows)
-
-
-def private_uses() -> str:
-    """Names with a leading underscore that are vLLM's (or another package's) and that we call or read."""
-    ours: set[str] = set()
-    for path in sources():
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                ours.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                ours.add(node.attr)
-    inherited = {sub.node.name: members(*sub.base) for sub in subclasses()}
-    uses: dict[str, set[str]] = {}
-    for path in sources():
-        for node in tree_of(path).body:
-            theirs = inherited.get(node.name, set()) if isinstance(node, ast.ClassDef) else set()
-            for item in ast.walk(node):
-                if not isinstance(item, ast.Attribute) or not is_private(item.attr):
-                    continue
-                owner = ast.unparse(item.value)
-                if item.attr in theirs and owner in ("self", "cls", "super()"):
-                    uses.setdefault(f"{item.attr}", set()).add(path.relative_to(PACKAGE).as_posix())
-                elif owner not in ("self", "cls", "super()") and (item.attr not in ours or owner[0].isupper()):
-                    uses.setdefault(f"{owner}.{item.attr}", set()).add(path.relative_to(PACKAGE).as_posix())
-    rows = [(code(name), ", ".join(code(file) for file in sorted(files))) for name, files in sorted(uses.items())]
-    return table(("private name", "used by"), rows)
-
-
-INTERNALS = {
-    "fake_free_list_head": "where the free queue starts: whether the blocks that go next hold nothing",
-    "prev_free_block": "whether a block stands in the free queue",
-    "unpin_blocks": "checkpoint blocks go to the evictable end, and the pool reports when one is handed out again",
-    "cache_full_blocks": "a boundary is published under vLLM's own block hash",
-    "evict_blocks": "a hash is taken back",
-    "single_type_managers": "the block manager of each KV cache group",
-    "shared_prefix_boundary": "how far another request's attention blocks reach into this prompt",
-    "need_mamba_block_aligned_split": "makes vLLM's scheduler ask where a prefill chunk ends",
-    "new_block_ids_to_zero": "attention blocks that the worker zeroes before it reads them",
-    "kv_cache_block_copies": "partial-block hits; the request table raises when there is one",
-    "block_table_updates": "rewritten block tables; the request table raises when there is one",
-    "waiting_lora_adapters": "carries our counters to the process that serves `/metrics`",
-    "static_forward_context": "vLLM's layers by name, for specs and for binding caches",
-    "num_prefill_checkpoint_blocks": "an opt-in Mamba feature that resumes off a boundary; refused",
-}
-
-
-def internals() -> str:
-    """Names without an underscore that are no interface either. Each must stand in both code bases."""
-    package = "\n".join(path.read_text() for path in sources())
-    vllm = "\n".join(
-        path.read_text() for folder in ("v1", "config") for path in sorted((vllm_folder() / folder).rglob("*.py"))
-    )
-    for name in INTERNALS:
-        for where, text in (("vllm_gaudi", package), ("vLLM", vllm)):
-            if not re.search(rf"\b{name}\b", text):
-                raise LookupError(f"{name} does not occur in {where} any more: remove it from INTERNALS")
-    return table(("name", "used for"), [(code(name), why) for name, why in INTERNALS.items()])
-
-
-def doors() -> str:
-    """Where vLLM asks the plugin, and what it gets."""
-    rows = []
-    for path in sources():
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ClassDef):
-                for decorator in node.decorator_list:
-                    if ast.unparse(decorator).endswith(".register_oot"):
-                        replaced = ast.unparse(decorator).removesuffix(".register_oot")
-                        rows.append((code(f"{replaced}.register_oot"), code(node.name), code(path.relative_to(ROOT))))
-    return table(("door", "our class", "file"), rows)
+    for user, owners in sorted(users.items()):
+        rows.append((user, "; ".join(f"{code(owner)}: {', '.join(names)}" for owner, names in sorted(owners.items()))))
+    return table(("module of vllm_gaudi", "class or module of vLLM, and what is used of it"), rows)
 
 
 def arguments(command: str) -> str:
@@ -778,11 +570,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "owners": owners,
     "ordering-rules": ordering_rules,
     "step-order": step_order,
-    "overrides": overrides,
-    "vllm-imports": vllm_imports,
-    "private-uses": private_uses,
-    "internals": internals,
-    "doors": doors,
+    "vllm-symbols": vllm_symbols,
     "plan-arguments": lambda: arguments("plan"),
     "why-arguments": lambda: arguments("why"),
     "why-example": reused,

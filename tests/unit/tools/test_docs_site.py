@@ -8,6 +8,7 @@ site itself, with --strict. vLLM's sources are read and not imported.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGES = docs.pages()
 TEXT = {page.relative_to(docs.DOCS).as_posix(): page.read_text() for page in PAGES}
 CONFIG = (ROOT / "mkdocs.yml").read_text()
+VLLM = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # Files of another project, which the proposal compares ours with.
 THEIRS = {
@@ -132,9 +134,8 @@ def test_every_make_target_exists(page):
 
 
 def test_every_flag_is_vllms_or_a_command_s_own():
-    folder = docs.vllm_folder()
-    files = [folder / "engine" / "arg_utils.py", *(folder / "config").glob("*.py")]
-    files += [path for path in (folder / "entrypoints").rglob("*.py") if "arg" in path.name]
+    files = [VLLM / "engine" / "arg_utils.py", *(VLLM / "config").glob("*.py")]
+    files += [path for path in (VLLM / "entrypoints").rglob("*.py") if "arg" in path.name]
     known = "\n".join(path.read_text() for path in files).replace("-", "_")
     named = {flag for text in TEXT.values() for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text)}
     assert len(named) > 50
@@ -153,7 +154,7 @@ def test_every_flag_is_vllms_or_a_command_s_own():
 
 
 def test_every_metric_of_vllm_exists():
-    loggers = (docs.vllm_folder() / "v1" / "metrics" / "loggers.py").read_text()
+    loggers = (VLLM / "v1" / "metrics" / "loggers.py").read_text()
     named = {name for text in TEXT.values() for name in re.findall(r"`(vllm:\w+)`", text)}
     assert len(named) >= 5
     assert {name for name in named if f'"{name.removesuffix("_total")}"' not in loggers} == set()
@@ -218,14 +219,18 @@ def test_every_configuration_key_has_its_meaning():
     assert set(docs.LADDERS) == set(CONFIG_KEYS)
 
 
-def test_what_is_used_of_vllm_is_found():
-    """The tables of the upgrading page come from sources; an empty one would look like a clean one."""
-    overrides, private = docs.overrides(), docs.private_uses()
-    for name in ("_mamba_block_aligned_split", "_preempt_request", "check_and_update_config", "pop_blocks_for_free"):
-        assert f"`{name}`" in overrides
-    assert "`Scheduler._mamba_block_aligned_split`" in private
-    assert "`vllm.v1.core.sched.scheduler`" in docs.vllm_imports()
-    assert docs.doors().count("register_oot") >= 2
+def test_every_symbol_of_the_contract_with_vllm_has_its_place():
+    shown = re.findall(r"`([^`]+)`(?=[,;] | \|)", docs.vllm_symbols())
+    assert sorted(shown) == sorted(row.symbol.rpartition(".")[2] for row in docs.vllm_contract.ROWS)
+
+
+def test_attributes_of_vllm_without_a_row_are_in_both_sources():
+    table = TEXT["upgrading.md"].split("| attribute | used for |\n")[1].split("\n\n")[0]
+    named = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
+    assert len(named) >= 5
+    for sources in ((ROOT / "vllm_gaudi").rglob("*.py"), (VLLM / "v1").rglob("*.py")):
+        text = "\n".join(path.read_text() for path in sources)
+        assert {name for name in named if not re.search(rf"\b{name}\b", text)} == set()
 
 
 @pytest.mark.parametrize("name", ["docs.txt", "nightly.txt"])
