@@ -367,22 +367,11 @@ def words(node: ast.AST) -> str:
 
 
 def metrics() -> str:
-    docs = metric_docs()
     rows = []
-    for name, doc in docs.items():
+    for name, doc in cache_stats.COUNTERS.items():
         labels = "`model_name`, `engine`" + (", `reason`" if name == cache_stats.MISSES else "")
         rows.append((code(name + "_total"), labels, doc))
     return table(("counter", "labels", "counts"), rows)
-
-
-def metric_docs() -> dict[str, str]:
-    """``_DOCS`` of the metrics module, with its keys resolved."""
-    for node in tree_of(PACKAGE / "v1/metrics.py").body:
-        if isinstance(node, ast.Assign) and ast.dump(node.targets[0]) == ast.dump(ast.Name("_DOCS", ast.Store())):
-            assert isinstance(node.value, ast.Dict)
-            pairs = zip(node.value.keys, node.value.values, strict=True)
-            return {getattr(cache_stats, k.id): ast.literal_eval(v) for k, v in pairs if isinstance(k, ast.Name)}
-    raise LookupError("v1/metrics.py has no _DOCS")
 
 
 def miss_reasons() -> str:

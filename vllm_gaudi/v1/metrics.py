@@ -17,16 +17,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter, Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from vllm_gaudi.v1.core.sched.cache_stats import (
-    BYTES,
-    MISSES,
-    PREFIX,
-    REACHABLE,
-    REASONS,
-    RESTORED,
-    SAVED,
-    SKIPPED,
-)
+from vllm_gaudi.v1.core.sched.cache_stats import COUNTERS, MISSES, PREFIX, REASONS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,33 +25,19 @@ if TYPE_CHECKING:
 
 SLOTS = PREFIX + "slots"
 
-_DOCS = {
-    SAVED: "GDN checkpoints saved, one per cached boundary of a request.",
-    SKIPPED: "GDN checkpoints not saved because no block was free for them.",
-    RESTORED: "GDN checkpoints restored, one per admitted request that resumed from one.",
-    BYTES: "Bytes moved between GDN slots and blocks, on one rank.",
-    REACHABLE: "Prompt tokens that requests had reused, had every boundary that was ever kept still been there.",
-    MISSES: "Requests that could have hit the prefix cache and did not, by reason.",
-}
-
-_LABELS = ("model_name", "engine")
-_COUNTERS = {
-    name: Counter(name, doc, labelnames=(*_LABELS, "reason") if name == MISSES else _LABELS)
-    for name, doc in _DOCS.items()
-}
-# As vLLM's own gauges: of several server processes one tells what all of them know.
-_SLOTS_GAUGE = Gauge(
-    SLOTS, "Slots for the GDN states of running requests.", labelnames=_LABELS, multiprocess_mode="mostrecent"
-)
-
 
 class GaudiStatLogger(StatLoggerBase):
     """Adds the counts of each step of one engine to its Prometheus counters."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0):
-        labels = (vllm_config.model_config.served_model_name, str(engine_index))
-        self._counters: dict[str, Counter] = {}
-        for name, counter in _COUNTERS.items():
+        for collector in list(REGISTRY._collector_to_names):
+            if getattr(collector, "_name", "").startswith(PREFIX):
+                REGISTRY.unregister(collector)
+        labels = {"model_name": vllm_config.model_config.served_model_name, "engine": str(engine_index)}
+        self._counters: dict[str, Any] = {}
+        for name, doc in COUNTERS.items():
+            names = [*labels, "reason"] if name == MISSES else [*labels]
+            counter = Counter(name, doc, labelnames=names)
             if name == MISSES:
                 self._counters.update({f"{name}:{reason}": counter.labels(*labels, reason) for reason in REASONS})
             else:

@@ -18,6 +18,14 @@ RESTORED = PREFIX + "checkpoints_restored"
 BYTES = PREFIX + "checkpoint_bytes_moved"
 MISSES = PREFIX + "prefix_cache_misses"
 REACHABLE = PREFIX + "prefix_cache_reachable_tokens"
+COUNTERS = {
+    SAVED: "GDN checkpoints saved, one per cached boundary of a request.",
+    SKIPPED: "GDN checkpoints not saved because no block was free for them.",
+    RESTORED: "GDN checkpoints restored, one per admitted request that resumed from one.",
+    BYTES: "Bytes moved between GDN slots and blocks, on one rank.",
+    REACHABLE: "Prompt tokens that requests had reused, had every boundary that was ever kept still been there.",
+    MISSES: "Requests that could have hit the prefix cache and did not, by reason.",
+}
 
 SHORT = "shorter_than_block"
 NO_CHECKPOINT = "no_checkpoint"
