@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from tools import docs
-from tools.model_sizes import Geometry
+from tools.docs import sizes
+from tools.install import ROOT
 from vllm_gaudi import cli, device
+from vllm_gaudi.planning import Geometry, Model
 
 CONFIGS = Path(__file__).parent / "configs"
 MIB = 2**20
@@ -41,7 +42,7 @@ class Row:
     row: float
     block: float
     flags: tuple[str, ...] = ()
-    model: docs.Model = docs.QWEN35_27B
+    model: Model = sizes.QWEN35_27B
 
 
 TABLE = (
@@ -49,18 +50,18 @@ TABLE = (
     Row("qwen3.5-27b", 2, 30720, 1572864, 896, 1835008, 0.5337, 73.4, 28.0),
     Row("qwen3.5-27b", 4, 15360, 786432, 896, 917504, 0.5337, 36.7, 14.0),
     Row("qwen3.5-27b", 8, 7680, 393216, 512, 524288, 0.5667, 18.4, 8.0),
-    Row("qwen3.5-35b-a3b", 1, 49152, 2097152, 1152, 2359296, 0.5236, 61.4, 22.5, model=docs.QWEN35_35B),
-    Row("qwen3.5-35b-a3b", 2, 24576, 1048576, 1152, 1179648, 0.5236, 30.7, 11.2, model=docs.QWEN35_35B),
-    Row("qwen3.5-35b-a3b", 4, 12288, 524288, 640, 655360, 0.5498, 15.4, 6.2, model=docs.QWEN35_35B),
-    Row("qwen3.5-35b-a3b", 8, 6144, 262144, 384, 393216, 0.5944, 7.7, 3.8, model=docs.QWEN35_35B),
-    Row("qwen3.5-122b-a10b", 4, 18432, 1048576, 1152, 1179648, 0.5251, 36.6, 13.5, model=docs.QWEN35_122B),
-    Row("qwen3.5-122b-a10b", 8, 9216, 524288, 640, 655360, 0.5512, 18.3, 7.5, model=docs.QWEN35_122B),
-    Row("qwen3.5-397b-a17b", 1, 73728, 4194304, 2176, 4456448, 0.5108, 183.2, 63.8, model=docs.QWEN35_397B),
-    Row("qwen3.5-397b-a17b", 4, 18432, 1048576, 1152, 1179648, 0.5251, 45.8, 16.9, model=docs.QWEN35_397B),
-    Row("qwen3.5-397b-a17b", 8, 9216, 524288, 640, 655360, 0.5512, 22.9, 9.4, model=docs.QWEN35_397B),
-    Row("qwen3-next-80b-a3b", 1, 49152, 1048576, 640, 1310720, 0.5442, 37.7, 15.0, model=docs.QWEN3_NEXT_BF16),
-    Row("qwen3-next-80b-a3b", 4, 12288, 262144, 384, 393216, 0.5890, 9.4, 4.5, model=docs.QWEN3_NEXT_BF16),
-    Row("qwen3-next-80b-a3b", 1, 49152, 2097152, 1152, 2359296, 0.5236, 73.7, 27.0, NEXT_FP32, docs.QWEN3_NEXT),
+    Row("qwen3.5-35b-a3b", 1, 49152, 2097152, 1152, 2359296, 0.5236, 61.4, 22.5, model=sizes.QWEN35_35B),
+    Row("qwen3.5-35b-a3b", 2, 24576, 1048576, 1152, 1179648, 0.5236, 30.7, 11.2, model=sizes.QWEN35_35B),
+    Row("qwen3.5-35b-a3b", 4, 12288, 524288, 640, 655360, 0.5498, 15.4, 6.2, model=sizes.QWEN35_35B),
+    Row("qwen3.5-35b-a3b", 8, 6144, 262144, 384, 393216, 0.5944, 7.7, 3.8, model=sizes.QWEN35_35B),
+    Row("qwen3.5-122b-a10b", 4, 18432, 1048576, 1152, 1179648, 0.5251, 36.6, 13.5, model=sizes.QWEN35_122B),
+    Row("qwen3.5-122b-a10b", 8, 9216, 524288, 640, 655360, 0.5512, 18.3, 7.5, model=sizes.QWEN35_122B),
+    Row("qwen3.5-397b-a17b", 1, 73728, 4194304, 2176, 4456448, 0.5108, 183.2, 63.8, model=sizes.QWEN35_397B),
+    Row("qwen3.5-397b-a17b", 4, 18432, 1048576, 1152, 1179648, 0.5251, 45.8, 16.9, model=sizes.QWEN35_397B),
+    Row("qwen3.5-397b-a17b", 8, 9216, 524288, 640, 655360, 0.5512, 22.9, 9.4, model=sizes.QWEN35_397B),
+    Row("qwen3-next-80b-a3b", 1, 49152, 1048576, 640, 1310720, 0.5442, 37.7, 15.0, model=sizes.QWEN3_NEXT_BF16),
+    Row("qwen3-next-80b-a3b", 4, 12288, 262144, 384, 393216, 0.5890, 9.4, 4.5, model=sizes.QWEN3_NEXT_BF16),
+    Row("qwen3-next-80b-a3b", 1, 49152, 2097152, 1152, 2359296, 0.5236, 73.7, 27.0, NEXT_FP32, sizes.QWEN3_NEXT),
 )
 
 PACKING = (
@@ -203,7 +204,7 @@ def test_no_device_is_asked_for_its_memory(monkeypatch, run):
 
 
 def test_the_example_of_the_documentation_is_what_the_command_prints(tmp_path, monkeypatch, run):
-    page = (docs.DOCS / "cli.md").read_text()
+    page = (ROOT / "docs" / "cli.md").read_text()
     (command,) = re.findall(r"^vllm-gaudi (plan .*)$", page, re.M)
     (example,) = re.findall(r"<!-- example: plan -->\n```text\n(.*?)```", page, re.S)
     monkeypatch.chdir(tmp_path)

@@ -14,14 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from tools import docs
+from tools.docs import site, sizes, sources, tables
 from vllm_gaudi import cli
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS
+from vllm_gaudi.planning import Geometry, Serving
+from vllm_gaudi.v1.core.sched.block_size import DEFAULT_GDN_CHUNK, MAX_KERNEL_BLOCK
 from vllm_gaudi.v1.core.sched.cache_stats import COUNTERS, REASONS
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = docs.pages()
-TEXT = {page.relative_to(docs.DOCS).as_posix(): page.read_text() for page in PAGES}
+PAGES = site.pages()
+TEXT = {page.relative_to(site.DOCS).as_posix(): page.read_text() for page in PAGES}
 CONFIG = (ROOT / "mkdocs.yml").read_text()
 VLLM = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -55,16 +57,16 @@ def strings_of_the_package() -> str:
 
 
 def test_the_generated_parts_are_what_the_generator_gives_now():
-    found = [path.relative_to(ROOT).as_posix() for path in docs.stale()]
+    found = [path.relative_to(ROOT).as_posix() for path in site.stale()]
     assert not found, f"{', '.join(found)}: run make docs, or python -m tools.docs"
 
 
 def test_a_section_that_is_behind_its_source_is_noticed(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- generated: miss-reasons -->\n| old |\n<!-- end -->\nafter\n")
-    monkeypatch.setattr(docs, "DOCS", tmp_path)
-    assert docs.stale() == docs.write() == [page]
-    assert docs.stale() == []
+    monkeypatch.setattr(site, "DOCS", tmp_path)
+    assert site.stale() == site.write() == [page]
+    assert site.stale() == []
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "| old |" not in text
     assert all(f"`{reason}`" in text for reason in REASONS)
@@ -72,14 +74,14 @@ def test_a_section_that_is_behind_its_source_is_noticed(tmp_path, monkeypatch):
 
 def test_a_section_that_nobody_makes_is_an_error():
     with pytest.raises(LookupError, match="no section is named weather"):
-        docs.rendered("<!-- generated: weather -->\n<!-- end -->\n")
+        site.rendered("<!-- generated: weather -->\n<!-- end -->\n")
 
 
 def test_every_section_is_on_a_page():
-    used = {name for text in TEXT.values() for _, name, _ in docs.SECTION.findall(text)}
-    assert used == set(docs.SECTIONS)
+    used = {name for text in TEXT.values() for _, name, _ in site.SECTION.findall(text)}
+    assert used == set(site.SECTIONS)
     assert sum(text.count("<!-- generated: ") for text in TEXT.values()) == sum(
-        len(docs.SECTION.findall(text)) for text in TEXT.values()
+        len(site.SECTION.findall(text)) for text in TEXT.values()
     )
 
 
@@ -90,8 +92,8 @@ def test_the_navigation_names_every_page_once():
 
 def test_a_rule_of_order_has_one_spelling():
     """The table of ordering rules would leave another one out."""
-    for path in docs.sources():
-        starts = [line for line in docs.docstring_of(path).splitlines() if re.match(r"Order(?:ing rules?)?\b", line)]
+    for path in sources.sources():
+        starts = [line for line in sources.docstring_of(path).splitlines() if re.match(r"Order(?:ing rules?)?\b", line)]
         assert all(line.startswith("Ordering rule: ") for line in starts), path
 
 
@@ -99,7 +101,7 @@ def test_a_rule_of_order_has_one_spelling():
 def test_every_link_leads_to_a_file_and_a_heading(page):
     for target in LINK.findall(TEXT[page]):
         path, _, anchor = target.partition("#")
-        file = docs.DOCS / path if path else docs.DOCS / page
+        file = site.DOCS / path if path else site.DOCS / page
         assert file.is_file(), target
         if anchor:
             assert anchor in anchors(file.read_text()), target
@@ -114,7 +116,7 @@ def test_no_page_names_a_place_of_a_machine_or_another_host(page):
 
 
 def test_neither_configuration_nor_picture_loads_anything_from_elsewhere():
-    picture = (docs.DOCS / "assets" / "pool.svg").read_text().replace("http://www.w3.org/2000/svg", "")
+    picture = (site.DOCS / "assets" / "pool.svg").read_text().replace("http://www.w3.org/2000/svg", "")
     assert not re.findall(r"https?://\S+", CONFIG + picture)
     assert "highlightjs: false" in CONFIG
 
@@ -178,26 +180,26 @@ def test_every_quoted_log_line_is_one_that_the_package_says():
             assert part.strip("(): ") in said, f"{part!r} of {line!r}"
 
 
-@pytest.mark.parametrize(("model", "ranks", "block"), docs.KNOWN_BLOCKS, ids=lambda value: str(value)[:5])
+@pytest.mark.parametrize(("model", "ranks", "block"), sizes.KNOWN_BLOCKS, ids=lambda value: str(value)[:5])
 def test_the_formula_gives_the_published_block_sizes(model, ranks, block):
-    assert docs.Geometry(model, ranks).block == block
+    assert Geometry(model, ranks).block == block
 
 
-@pytest.mark.parametrize("ranks", docs.RANKS)
-@pytest.mark.parametrize("model", docs.MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("ranks", sizes.RANKS)
+@pytest.mark.parametrize("model", sizes.MODELS, ids=lambda model: model.name)
 def test_a_state_fits_the_page_that_the_formula_gives_and_no_smaller_one(model, ranks):
-    geometry = docs.Geometry(model, ranks)
+    geometry = Geometry(model, ranks)
     assert geometry.state.num_bytes <= geometry.page_bytes
-    assert geometry.state.num_bytes > geometry.page_bytes - docs.KERNEL_BLOCK * geometry.token_bytes
+    assert geometry.state.num_bytes > geometry.page_bytes - MAX_KERNEL_BLOCK * geometry.token_bytes
     assert geometry.has_whole_heads
-    assert geometry.block % docs.GDN_CHUNK == 0
+    assert geometry.block % DEFAULT_GDN_CHUNK == 0
 
 
 @pytest.mark.parametrize("budget", [128, 1000, 4480, 8192, 65536])
-@pytest.mark.parametrize("model", docs.MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("model", sizes.MODELS, ids=lambda model: model.name)
 def test_staging_rows_are_few(model, budget):
-    geometry = docs.Geometry(model, 1)
-    serving = docs.Serving(max_num_batched_tokens=budget)
+    geometry = Geometry(model, 1)
+    serving = Serving(max_num_batched_tokens=budget)
     assert geometry.staging_rows(serving) <= max(budget, geometry.block) / geometry.block + 4
 
 
@@ -206,7 +208,7 @@ def test_the_dimensions_are_those_of_transformers_defaults():
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
-    for model, config in ((docs.QWEN3_NEXT, Qwen3NextConfig()), (docs.QWEN35_35B, Qwen3_5MoeTextConfig())):
+    for model, config in ((sizes.QWEN3_NEXT, Qwen3NextConfig()), (sizes.QWEN35_35B, Qwen3_5MoeTextConfig())):
         assert config.layer_types.count("linear_attention") == model.gdn_layers
         assert config.layer_types.count("full_attention") == model.attention_layers
         assert (config.num_key_value_heads, config.head_dim) == (model.kv_heads, model.head)
@@ -216,26 +218,26 @@ def test_the_dimensions_are_those_of_transformers_defaults():
 
 
 def test_every_configuration_key_has_its_meaning():
-    assert set(docs.LADDERS) == set(CONFIG_KEYS)
+    assert set(sizes.LADDERS) == set(CONFIG_KEYS)
 
 
 def test_every_symbol_of_the_contract_with_vllm_has_its_place():
-    shown = re.findall(r"`([^`]+)`(?=[,;] | \|)", docs.vllm_symbols())
-    assert sorted(shown) == sorted(row.symbol.rpartition(".")[2] for row in docs.vllm_contract.ROWS)
+    shown = re.findall(r"`([^`]+)`(?=[,;] | \|)", tables.vllm_symbols())
+    assert sorted(shown) == sorted(row.symbol.rpartition(".")[2] for row in tables.vllm_contract.ROWS)
 
 
 def test_attributes_of_vllm_without_a_row_are_in_both_sources():
     table = TEXT["upgrading.md"].split("| attribute | used for |\n")[1].split("\n\n")[0]
     named = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
     assert len(named) >= 5
-    for sources in ((ROOT / "vllm_gaudi").rglob("*.py"), (VLLM / "v1").rglob("*.py")):
-        text = "\n".join(path.read_text() for path in sources)
+    for folder in ((ROOT / "vllm_gaudi").rglob("*.py"), (VLLM / "v1").rglob("*.py")):
+        text = "\n".join(path.read_text() for path in folder)
         assert {name for name in named if not re.search(rf"\b{name}\b", text)} == set()
 
 
 @pytest.mark.parametrize("name", ["docs.txt", "nightly.txt"])
 def test_what_a_target_adds_is_pinned_with_a_reason(name):
-    text = (docs.ROOT / "requirements" / name).read_text()
+    text = (ROOT / "requirements" / name).read_text()
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     assert lines
     for line in lines:

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the target models need, as tables: block sizes, state rows, memory, ladders, and the commands that serve them.
+
+Owns: the dimensions of the target models. Never: their arithmetic, which is ``vllm_gaudi/planning.py``'s.
+
+Ordering rule: none; every function is pure.
+"""
+
+from __future__ import annotations
+
+from tools.docs.markdown import code, table
+from vllm_gaudi.bucketing.grid import CONFIG_KEYS
+from vllm_gaudi.planning import DEFAULT_SERVING, GB, Geometry, Model, Serving, grid
+from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
+
+MIB = 2**20
+
+QWEN35_27B = Model("Qwen3.5-27B, Qwen3.6-27B (dense)", "Qwen/Qwen3.6-27B", 27, 48, 16, 4, 16, 48, 4)
+QWEN35_35B = Model("Qwen3.5-35B-A3B, Qwen3.6-35B-A3B", "Qwen/Qwen3.5-35B-A3B", 35, 30, 10, 2, 16, 32, 4)
+QWEN3_NEXT = Model(
+    "Qwen3-Next-80B-A3B, SSM state in fp32",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    80,
+    36,
+    12,
+    2,
+    16,
+    32,
+    4,
+    is_multimodal=False,
+    flags=("--mamba-ssm-cache-dtype float32",),
+)
+QWEN3_NEXT_BF16 = Model(
+    "Qwen3-Next-80B-A3B, SSM state in bf16",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    80,
+    36,
+    12,
+    2,
+    16,
+    32,
+    2,
+    is_multimodal=False,
+)
+QWEN35_122B = Model("Qwen3.5-122B-A10B", "Qwen/Qwen3.5-122B-A10B", 122, 36, 12, 2, 16, 64, 4)
+QWEN35_397B = Model("Qwen3.5-397B-A17B", "Qwen/Qwen3.5-397B-A17B", 397, 45, 15, 2, 16, 64, 4)
+MODELS = (QWEN35_27B, QWEN35_35B, QWEN3_NEXT, QWEN3_NEXT_BF16, QWEN35_122B, QWEN35_397B)
+RECIPES = (QWEN3_NEXT, QWEN35_35B, QWEN35_27B, QWEN35_122B, QWEN35_397B)
+RANKS = (1, 2, 4, 8)
+
+KNOWN_BLOCKS = ((QWEN35_27B, 1, 896), (QWEN35_35B, 1, 1152), (QWEN35_397B, 8, 640))
+"""Published block sizes that the formula must reproduce."""
+
+
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / MIB:,.1f}"
+
+
+def dimensions() -> str:
+    rows = [
+        (
+            m.name,
+            m.gdn_layers,
+            m.attention_layers,
+            m.kv_heads,
+            m.head,
+            m.k_heads,
+            m.v_heads,
+            m.gdn_head,
+            m.conv_kernel,
+            {4: "fp32", 2: "bf16"}[m.ssm_bytes],
+        )
+        for m in MODELS
+    ]
+    head = ("model", "GDN layers", "attention layers", "KV heads", "head", "GDN k heads", "GDN v heads", "GDN head")
+    return table((*head, "conv kernel", "SSM state"), rows, range(1, 9))
+
+
+def block_sizes() -> str:
+    for model, ranks, expected in KNOWN_BLOCKS:
+        assert Geometry(model, ranks).block == expected, (model.name, ranks)
+    rows = []
+    for model in MODELS:
+        for ranks in RANKS:
+            g = Geometry(model, ranks)
+            rows.append(
+                (
+                    model.name,
+                    ranks,
+                    f"{g.state.num_bytes:,}",
+                    f"{g.token_bytes:,}",
+                    f"**{g.block:,}**",
+                    f"{g.page_bytes:,}",
+                    f"{100 * g.fill:.0f} %",
+                    "whole heads" if g.has_whole_heads else "SSM cut at the end of K",
+                )
+            )
+    head = ("model", "TP", "state, bytes per layer", "K+V, bytes per token and layer", "B", "page, bytes", "full")
+    return table((*head, "packing"), rows, range(1, 7))
+
+
+def pool_costs() -> str:
+    rows = []
+    for model in MODELS:
+        for ranks in RANKS:
+            g = Geometry(model, ranks)
+            rows.append(
+                (
+                    model.name,
+                    ranks,
+                    f"{g.block:,}",
+                    mib(g.block_bytes),
+                    mib(g.row_bytes),
+                    g.staging_rows(),
+                    mib(g.state_bytes()),
+                )
+            )
+    head = ("model", "TP", "B", "one block, MiB", "one state row, MiB", "staging rows", "all state rows, MiB")
+    return table(head, rows, range(1, 7))
+
+
+def staging() -> str:
+    budgets = (1024, 2048, 4096, 8192, 16384, 32768)
+    rows = []
+    for model, ranks in ((QWEN35_27B, 1), (QWEN35_35B, 1), (QWEN3_NEXT, 4), (QWEN35_397B, 8)):
+        g = Geometry(model, ranks)
+        counts = [g.staging_rows(Serving(max_num_batched_tokens=budget)) for budget in budgets]
+        cells = [f"{count} ({mib(count * g.row_bytes)} MiB)" for count in counts]
+        rows.append((model.name, ranks, f"{g.block:,}", *cells))
+    return table(("model", "TP", "B", *(f"{budget:,}" for budget in budgets)), rows, range(1, 9))
+
+
+def rooms_left() -> str:
+    rows = []
+    for model in RECIPES:
+        for ranks in RANKS:
+            g = Geometry(model, ranks)
+            cells = []
+            for card in (96 * GB, 128 * GB):
+                tokens = g.tokens_left(card)
+                cells.append(f"{tokens:,}" if tokens else "does not fit")
+            rows.append((model.name, ranks, f"{g.weight_bytes / GB:.1f}", f"{g.state_bytes() / GB:.1f}", *cells))
+    head = ("model", "TP", "weights, GB per rank", "state rows, GB per rank", "pool on 96 GB, tokens at most")
+    return table((*head, "pool on 128 GB, tokens at most"), rows, range(1, 6))
+
+
+def fewest_ranks(model: Model, card_bytes: int) -> int | None:
+    """Ranks whose pool holds ten conversations of full length, before the profile run's peak comes off."""
+    enough = 10 * DEFAULT_SERVING.max_model_len
+    return next((r for r in RANKS if Geometry(model, r).tokens_left(card_bytes) >= enough), None)
+
+
+def recipe_commands() -> str:
+    parts = []
+    for model in RECIPES:
+        ranks = fewest_ranks(model, 128 * GB) or RANKS[-1]
+        g = Geometry(model, ranks)
+        serving = DEFAULT_SERVING
+        lines = [f"vllm serve {model.path}"]
+        lines += ["--language-model-only"] if model.is_multimodal else []
+        lines += ["--dtype bfloat16", *model.flags]
+        lines += [f"--tensor-parallel-size {ranks}"] if ranks > 1 else []
+        lines += [
+            f"--max-model-len {serving.max_model_len}",
+            f"--max-num-seqs {serving.max_num_seqs}",
+            f"--max-num-batched-tokens {serving.max_num_batched_tokens}",
+            "--enable-prompt-tokens-details",
+        ]
+        command = " \\\n    ".join(lines)
+        parts.append(
+            f"### {model.name}\n\n```bash\n{command}\n```\n\n"
+            f"B = {g.block:,} tokens on {ranks} rank{'s' if ranks > 1 else ''}. A block takes {mib(g.block_bytes)} MiB,"
+            f" a state row {mib(g.row_bytes)} MiB; {serving.max_num_seqs} slots, {NUM_RESERVED_ROWS} reserved and "
+            f"{g.staging_rows()} staging rows take {mib(g.state_bytes())} MiB, all per rank.\n"
+        )
+    return "\n".join(parts)
+
+
+LADDERS = {
+    "prefill_batch_buckets": ("sequences in a prefill forward", "prefill_batches"),
+    "prefill_query_buckets": ("tokens per sequence in a prefill forward, padding included", "prefill_queries"),
+    "prefill_block_buckets": ("kernel blocks of context per sequence in a prefill forward", "prefill_blocks"),
+    "decode_batch_buckets": ("sequences in the decode batch", "decode_batches"),
+    "decode_block_buckets": ("kernel blocks that the decode batch reads", "decode_blocks"),
+}
+
+
+def additional_config() -> str:
+    ladders = grid(Geometry(QWEN35_27B, 1).block)
+    rows = []
+    for key in CONFIG_KEYS:
+        meaning, attribute = LADDERS[key]
+        rows.append((code(key), meaning, ", ".join(str(step) for step in getattr(ladders, attribute))))
+    shapes = len(ladders.all_prefill()), len(ladders.all_decode())
+    return (
+        table(("key", "sizes of", "ladder without it"), rows)
+        + f"\nThe ladders are those of {QWEN35_27B.name} with `--max-model-len {DEFAULT_SERVING.max_model_len}`, "
+        f"`--max-num-seqs {DEFAULT_SERVING.max_num_seqs}` and `--max-num-batched-tokens "
+        f"{DEFAULT_SERVING.max_num_batched_tokens}`, in a pool large enough for all of them; they give {shapes[0]} "
+        f"prefill and {shapes[1]} decode shapes.\n"
+    )
+
+
+def hits() -> str:
+    """What a repeat of a prompt reuses: whole blocks below its last token."""
+    lengths = (500, 897, 1153, 4000, 20000, 32000)
+    blocks = sorted({block for _, _, block in KNOWN_BLOCKS})
+    rows = [(f"{n:,}", *(f"{(n - 1) // block * block:,}" for block in blocks)) for n in lengths]
+    return table(("prompt, tokens", *(f"reused, B = {block:,}" for block in blocks)), rows, range(len(blocks) + 1))
+
+
+def boundary_cost() -> str:
+    """What one kept boundary takes of the pool."""
+    groups = 3
+    rows = []
+    for model, ranks, _ in KNOWN_BLOCKS:
+        g = Geometry(model, ranks)
+        rows.append(
+            (
+                model.name,
+                ranks,
+                f"{g.block:,}",
+                mib(g.block_bytes),
+                mib(groups * g.block_bytes),
+                mib(g.row_bytes),
+                f"{100 * g.row_bytes / (groups * g.block_bytes):.0f} %",
+            )
+        )
+    head = ("model", "TP", "B", "attention block, MiB", "three GDN blocks, MiB", "bytes moved per save, MiB", "used")
+    return table(head, rows, range(1, 7))
