@@ -52,7 +52,7 @@ KNOWN_BLOCKS = ((QWEN35_27B, 1, 896), (QWEN35_35B, 1, 1152), (QWEN35_397B, 8, 64
 """Published block sizes that the formula must reproduce."""
 
 
-def mib(num_bytes: float) -> str:
+def _mib(num_bytes: float) -> str:
     return f"{num_bytes / MIB:,.1f}"
 
 
@@ -109,10 +109,10 @@ def pool_costs() -> str:
                     model.name,
                     ranks,
                     f"{g.block:,}",
-                    mib(g.block_bytes),
-                    mib(g.row_bytes),
+                    _mib(g.block_bytes),
+                    _mib(g.row_bytes),
                     g.staging_rows(),
-                    mib(g.state_bytes()),
+                    _mib(g.state_bytes()),
                 )
             )
     head = ("model", "TP", "B", "one block, MiB", "one state row, MiB", "staging rows", "all state rows, MiB")
@@ -125,7 +125,7 @@ def staging() -> str:
     for model, ranks in ((QWEN35_27B, 1), (QWEN35_35B, 1), (QWEN3_NEXT, 4), (QWEN35_397B, 8)):
         g = Geometry(model, ranks)
         counts = [g.staging_rows(Serving(max_num_batched_tokens=budget)) for budget in budgets]
-        cells = [f"{count} ({mib(count * g.row_bytes)} MiB)" for count in counts]
+        cells = [f"{count} ({_mib(count * g.row_bytes)} MiB)" for count in counts]
         rows.append((model.name, ranks, f"{g.block:,}", *cells))
     return table(("model", "TP", "B", *(f"{budget:,}" for budget in budgets)), rows, range(1, 9))
 
@@ -144,16 +144,16 @@ def rooms_left() -> str:
     return table((*head, "pool on 128 GB, tokens at most"), rows, range(1, 6))
 
 
-def fewest_ranks(model: Model, card_bytes: int) -> int | None:
+def _fewest_ranks(model: Model, card_bytes: int) -> int | None:
     """Ranks whose pool holds ten conversations of full length, before the profile run's peak comes off."""
     enough = 10 * DEFAULT_SERVING.max_model_len
     return next((r for r in RANKS if Geometry(model, r).tokens_left(card_bytes) >= enough), None)
 
 
-def recipe_commands() -> str:
+def recipes() -> str:
     parts = []
     for model in RECIPES:
-        ranks = fewest_ranks(model, 128 * GB) or RANKS[-1]
+        ranks = _fewest_ranks(model, 128 * GB) or RANKS[-1]
         g = Geometry(model, ranks)
         serving = DEFAULT_SERVING
         lines = [f"vllm serve {model.path}"]
@@ -169,9 +169,9 @@ def recipe_commands() -> str:
         command = " \\\n    ".join(lines)
         parts.append(
             f"### {model.name}\n\n```bash\n{command}\n```\n\n"
-            f"B = {g.block:,} tokens on {ranks} rank{'s' if ranks > 1 else ''}. A block takes {mib(g.block_bytes)} MiB,"
-            f" a state row {mib(g.row_bytes)} MiB; {serving.max_num_seqs} slots, {NUM_RESERVED_ROWS} reserved and "
-            f"{g.staging_rows()} staging rows take {mib(g.state_bytes())} MiB, all per rank.\n"
+            f"B = {g.block:,} tokens on {ranks} rank{'s' if ranks > 1 else ''}. A block takes {_mib(g.block_bytes)} "
+            f"MiB, a state row {_mib(g.row_bytes)} MiB; {serving.max_num_seqs} slots, {NUM_RESERVED_ROWS} reserved and "
+            f"{g.staging_rows()} staging rows take {_mib(g.state_bytes())} MiB, all per rank.\n"
         )
     return "\n".join(parts)
 
@@ -220,9 +220,9 @@ def boundary_cost() -> str:
                 model.name,
                 ranks,
                 f"{g.block:,}",
-                mib(g.block_bytes),
-                mib(groups * g.block_bytes),
-                mib(g.row_bytes),
+                _mib(g.block_bytes),
+                _mib(groups * g.block_bytes),
+                _mib(g.row_bytes),
                 f"{100 * g.row_bytes / (groups * g.block_bytes):.0f} %",
             )
         )

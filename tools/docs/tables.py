@@ -33,20 +33,20 @@ def bridge_defaults() -> str:
     return table(("variable", "why"), rows)
 
 
-def refusal_table() -> str:
+def refusals() -> str:
     rows = []
     for row in capabilities.TABLE:
-        asked = ", ".join(code(name) for name in entries(row.sentence)) or "-"
-        rows.append((code(row.name), asked, placeholders(row.sentence)))
+        asked = ", ".join(code(name) for name in _entries(row.sentence)) or "-"
+        rows.append((code(row.name), asked, _placeholders(row.sentence)))
     return table(("row", "change", "sentence"), rows)
 
 
-def entries(text: str) -> list[str]:
+def _entries(text: str) -> list[str]:
     """Flags and variables that a sentence names, without doubles."""
     return list(dict.fromkeys(re.findall(r"--[a-z][a-z0-9-]+|\b(?:VLLM|PT)_[A-Z0-9_]+", text)))
 
 
-def placeholders(sentence: str) -> str:
+def _placeholders(sentence: str) -> str:
     """``{facts.dtype}`` -> ``<dtype>`` in a code span, which Markdown leaves alone."""
     return re.sub(r"\{facts\.(\w+)\}", r"`<\1>`", sentence)
 
@@ -78,7 +78,7 @@ def arguments(command: str) -> str:
     return table(("argument", "value", "meaning"), rows)
 
 
-def reused() -> str:
+def why_example() -> str:
     """What the command tells of some prompts of token ids, B = 4."""
     ten = list(range(10, 20))
     options = cli.parsers()[""].parse_args(["why", str(ten), str([*ten[:6], 99, 17, 18]), "--block-size", "4"])
@@ -96,7 +96,7 @@ def operators() -> str:
     return operator_table.documentation()
 
 
-def compat_rows() -> str:
+def host_changes() -> str:
     rows = [
         (code(row.symbol), row.symptom, row.cause, row.versions, row.removal, code(row.test)) for row in compat.ROWS
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
@@ -22,8 +23,7 @@ from vllm_gaudi.v1.core.sched.block_size import DEFAULT_GDN_CHUNK, MAX_KERNEL_BL
 from vllm_gaudi.v1.core.sched.cache_stats import COUNTERS, REASONS
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = site.pages()
-TEXT = {page.relative_to(site.DOCS).as_posix(): page.read_text() for page in PAGES}
+TEXT = {page.relative_to(site.DOCS).as_posix(): page.read_text() for page in sorted(site.DOCS.rglob("*.md"))}
 CONFIG = (ROOT / "mkdocs.yml").read_text()
 VLLM = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -57,32 +57,45 @@ def strings_of_the_package() -> str:
 
 
 def test_the_generated_parts_are_what_the_generator_gives_now():
-    found = [path.relative_to(ROOT).as_posix() for path in site.stale()]
-    assert not found, f"{', '.join(found)}: run make docs, or python -m tools.docs"
+    assert site.check() == 0, "run make docs, or python -m tools.docs"
 
 
-def test_a_section_that_is_behind_its_source_is_noticed(tmp_path, monkeypatch):
+def with_section(tmp_path, monkeypatch, call, end="<!-- [[[end]]] -->"):
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- generated: miss-reasons -->\n| old |\n<!-- end -->\nafter\n")
+    page.write_text(f"before\n<!-- [[[cog show({call}) ]]] -->\n| old |\n{end}\nafter\n")
     monkeypatch.setattr(site, "DOCS", tmp_path)
-    assert site.stale() == site.write() == [page]
-    assert site.stale() == []
+    return page
+
+
+def test_a_section_that_is_behind_its_source_is_noticed(tmp_path, monkeypatch, capfd):
+    page = with_section(tmp_path, monkeypatch, "tables.miss_reasons()")
+    assert site.check() == site.STALE
+    assert "-| old |" in capfd.readouterr().out
+    assert site.write() == site.check() == 0
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "| old |" not in text
     assert all(f"`{reason}`" in text for reason in REASONS)
 
 
-def test_a_section_that_nobody_makes_is_an_error():
-    with pytest.raises(LookupError, match="no section is named weather"):
-        site.rendered("<!-- generated: weather -->\n<!-- end -->\n")
+@pytest.mark.parametrize(
+    ("call", "end"), [("tables.weather()", "<!-- [[[end]]] -->"), ("tables.miss_reasons()", "<!-- end -->")]
+)
+def test_a_section_that_nobody_makes_or_ends_is_an_error(tmp_path, monkeypatch, call, end):
+    page = with_section(tmp_path, monkeypatch, call, end)
+    assert site.check() and site.write()
+    assert "| old |" in page.read_text()
 
 
 def test_every_section_is_on_a_page():
-    used = {name for text in TEXT.values() for _, name, _ in site.SECTION.findall(text)}
-    assert used == set(site.SECTIONS)
-    assert sum(text.count("<!-- generated: ") for text in TEXT.values()) == sum(
-        len(site.SECTION.findall(text)) for text in TEXT.values()
-    )
+    shown = {name for text in TEXT.values() for name in re.findall(r"\[\[\[cog show\((\w+\.\w+)\(", text)}
+    made = {
+        f"{module.__name__.rpartition('.')[2]}.{name}"
+        for module in (sizes, sources, tables)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        if inspect.signature(value).return_annotation == "str"
+    }
+    assert shown == made and len(made) > 20
 
 
 def test_the_navigation_names_every_page_once():
@@ -92,8 +105,8 @@ def test_the_navigation_names_every_page_once():
 
 def test_a_rule_of_order_has_one_spelling():
     """The table of ordering rules would leave another one out."""
-    for path in sources.sources():
-        starts = [line for line in sources.docstring_of(path).splitlines() if re.match(r"Order(?:ing rules?)?\b", line)]
+    for path, text in sources.docstrings().items():
+        starts = [line for line in text.splitlines() if re.match(r"Order(?:ing rules?)?\b", line)]
         assert all(line.startswith("Ordering rule: ") for line in starts), path
 
 
