@@ -8,45 +8,27 @@ Ordering rule: none; every function is pure.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tools.docs.markdown import code, table
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS
 from vllm_gaudi.planning import DEFAULT_SERVING, GB, Geometry, Model, Serving, grid
-from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
 
 MIB = 2**20
+_NEXT = "Qwen/Qwen3-Next-80B-A3B-Instruct"
 
+# Billions of parameters, GDN and attention layers, KV heads, GDN k and v heads, bytes per element of the SSM state.
 QWEN35_27B = Model("Qwen3.5-27B, Qwen3.6-27B (dense)", "Qwen/Qwen3.6-27B", 27, 48, 16, 4, 16, 48, 4)
 QWEN35_35B = Model("Qwen3.5-35B-A3B, Qwen3.6-35B-A3B", "Qwen/Qwen3.5-35B-A3B", 35, 30, 10, 2, 16, 32, 4)
-QWEN3_NEXT = Model(
-    "Qwen3-Next-80B-A3B, SSM state in fp32",
-    "Qwen/Qwen3-Next-80B-A3B-Instruct",
-    80,
-    36,
-    12,
-    2,
-    16,
-    32,
-    4,
-    is_multimodal=False,
-    flags=("--mamba-ssm-cache-dtype float32",),
-)
-QWEN3_NEXT_BF16 = Model(
-    "Qwen3-Next-80B-A3B, SSM state in bf16",
-    "Qwen/Qwen3-Next-80B-A3B-Instruct",
-    80,
-    36,
-    12,
-    2,
-    16,
-    32,
-    2,
-    is_multimodal=False,
+QWEN3_NEXT_BF16 = Model("Qwen3-Next-80B-A3B, bf16 state", _NEXT, 80, 36, 12, 2, 16, 32, 2, is_multimodal=False)
+QWEN3_NEXT = replace(
+    QWEN3_NEXT_BF16, name="Qwen3-Next-80B-A3B", ssm_bytes=4, flags=("--mamba-ssm-cache-dtype float32",)
 )
 QWEN35_122B = Model("Qwen3.5-122B-A10B", "Qwen/Qwen3.5-122B-A10B", 122, 36, 12, 2, 16, 64, 4)
 QWEN35_397B = Model("Qwen3.5-397B-A17B", "Qwen/Qwen3.5-397B-A17B", 397, 45, 15, 2, 16, 64, 4)
-MODELS = (QWEN35_27B, QWEN35_35B, QWEN3_NEXT, QWEN3_NEXT_BF16, QWEN35_122B, QWEN35_397B)
-RECIPES = (QWEN3_NEXT, QWEN35_35B, QWEN35_27B, QWEN35_122B, QWEN35_397B)
+MODELS = (QWEN3_NEXT, QWEN3_NEXT_BF16, QWEN35_35B, QWEN35_27B, QWEN35_122B, QWEN35_397B)
 RANKS = (1, 2, 4, 8)
+CARDS = (96 * GB, 128 * GB)
 
 KNOWN_BLOCKS = ((QWEN35_27B, 1, 896), (QWEN35_35B, 1, 1152), (QWEN35_397B, 8, 640))
 """Published block sizes that the formula must reproduce."""
@@ -56,73 +38,50 @@ def _mib(num_bytes: float) -> str:
     return f"{num_bytes / MIB:,.1f}"
 
 
+def recipes() -> str:
+    """One command whole, and the first line of the others'."""
+    serving, first, rows = DEFAULT_SERVING, {}, []
+    for model in MODELS:
+        if model is not QWEN3_NEXT_BF16:
+            ranks = _fewest_ranks(model, CARDS[-1])
+            flags = [*(["--language-model-only"] if model.is_multimodal else []), *model.flags]
+            flags += [f"--tensor-parallel-size {ranks}"] if ranks > 1 else []
+            first[model] = " ".join((f"vllm serve {model.path}", *flags))
+            rows.append((model.name, code(first[model]), f"{Geometry(model, ranks).block:,}"))
+    return (
+        f"```bash\n{first[QWEN3_NEXT]} \\\n    --dtype bfloat16 --max-model-len {serving.max_model_len} "
+        f"--max-num-seqs {serving.max_num_seqs} --max-num-batched-tokens {serving.max_num_batched_tokens} "
+        f"\\\n    --enable-prompt-tokens-details\n```\n\nThe other models differ in the first line:\n\n"
+        + table(("model", "first line", "B"), rows, (2,))
+    )
+
+
+def _fewest_ranks(model: Model, card_bytes: int) -> int:
+    """Ranks whose pool holds ten conversations of full length, before the profile run's peak comes off."""
+    enough = 10 * DEFAULT_SERVING.max_model_len
+    return next(r for r in RANKS if Geometry(model, r).tokens_left(card_bytes) >= enough)
+
+
 def dimensions() -> str:
-    rows = [
-        (
-            m.name,
-            m.gdn_layers,
-            m.attention_layers,
-            m.kv_heads,
-            m.head,
-            m.k_heads,
-            m.v_heads,
-            m.gdn_head,
-            m.conv_kernel,
-            {4: "fp32", 2: "bf16"}[m.ssm_bytes],
-        )
-        for m in MODELS
-    ]
-    head = ("model", "GDN layers", "attention layers", "KV heads", "head", "GDN k heads", "GDN v heads", "GDN head")
-    return table((*head, "conv kernel", "SSM state"), rows, range(1, 9))
-
-
-def block_sizes() -> str:
-    for model, ranks, expected in KNOWN_BLOCKS:
-        assert Geometry(model, ranks).block == expected, (model.name, ranks)
+    """What differs between the models, and the B that follows."""
     rows = []
-    for model in MODELS:
-        for ranks in RANKS:
-            g = Geometry(model, ranks)
-            rows.append(
-                (
-                    model.name,
-                    ranks,
-                    f"{g.state.num_bytes:,}",
-                    f"{g.token_bytes:,}",
-                    f"**{g.block:,}**",
-                    f"{g.page_bytes:,}",
-                    f"{100 * g.fill:.0f} %",
-                    "whole heads" if g.has_whole_heads else "SSM cut at the end of K",
-                )
-            )
-    head = ("model", "TP", "state, bytes per layer", "K+V, bytes per token and layer", "B", "page, bytes", "full")
-    return table((*head, "packing"), rows, range(1, 7))
-
-
-def pool_costs() -> str:
-    rows = []
-    for model in MODELS:
-        for ranks in RANKS:
-            g = Geometry(model, ranks)
-            rows.append(
-                (
-                    model.name,
-                    ranks,
-                    f"{g.block:,}",
-                    _mib(g.block_bytes),
-                    _mib(g.row_bytes),
-                    g.staging_rows(),
-                    _mib(g.state_bytes()),
-                )
-            )
-    head = ("model", "TP", "B", "one block, MiB", "one state row, MiB", "staging rows", "all state rows, MiB")
-    return table(head, rows, range(1, 7))
+    for m in MODELS:
+        blocks = (f"{Geometry(m, ranks).block:,}" for ranks in RANKS)
+        ssm = {4: "fp32", 2: "bf16"}[m.ssm_bytes]
+        rows.append((m.name, m.gdn_layers, m.attention_layers, m.kv_heads, m.v_heads, ssm, *blocks))
+    head = ("model", "GDN layers", "attention layers", "KV heads", "v heads", "SSM state")
+    ((k_heads, size, gdn_size, kernel),) = {(m.k_heads, m.head, m.gdn_head, m.conv_kernel) for m in MODELS}
+    same = (
+        f"All of them have {k_heads} k heads, a head of {size}, a GDN head of {gdn_size} and a conv kernel of {kernel}."
+    )
+    text = table((*head, *(f"B, TP {ranks}" for ranks in RANKS)), rows, (1, 2, 3, 4, *range(6, 10)))
+    return f"{text}\n{same}\n"
 
 
 def staging() -> str:
     budgets = (1024, 2048, 4096, 8192, 16384, 32768)
     rows = []
-    for model, ranks in ((QWEN35_27B, 1), (QWEN35_35B, 1), (QWEN3_NEXT, 4), (QWEN35_397B, 8)):
+    for model, ranks in ((QWEN3_NEXT, 4), (QWEN35_35B, 1), (QWEN35_27B, 1), (QWEN35_397B, 8)):
         g = Geometry(model, ranks)
         counts = [g.staging_rows(Serving(max_num_batched_tokens=budget)) for budget in budgets]
         cells = [f"{count} ({_mib(count * g.row_bytes)} MiB)" for count in counts]
@@ -130,50 +89,18 @@ def staging() -> str:
     return table(("model", "TP", "B", *(f"{budget:,}" for budget in budgets)), rows, range(1, 9))
 
 
-def rooms_left() -> str:
+def memory() -> str:
+    """Where at least one of the cards has something left for the pool."""
     rows = []
-    for model in RECIPES:
-        for ranks in RANKS:
-            g = Geometry(model, ranks)
-            cells = []
-            for card in (96 * GB, 128 * GB):
-                tokens = g.tokens_left(card)
-                cells.append(f"{tokens:,}" if tokens else "does not fit")
-            rows.append((model.name, ranks, f"{g.weight_bytes / GB:.1f}", f"{g.state_bytes() / GB:.1f}", *cells))
-    head = ("model", "TP", "weights, GB per rank", "state rows, GB per rank", "pool on 96 GB, tokens at most")
-    return table((*head, "pool on 128 GB, tokens at most"), rows, range(1, 6))
-
-
-def _fewest_ranks(model: Model, card_bytes: int) -> int | None:
-    """Ranks whose pool holds ten conversations of full length, before the profile run's peak comes off."""
-    enough = 10 * DEFAULT_SERVING.max_model_len
-    return next((r for r in RANKS if Geometry(model, r).tokens_left(card_bytes) >= enough), None)
-
-
-def recipes() -> str:
-    parts = []
-    for model in RECIPES:
-        ranks = _fewest_ranks(model, 128 * GB) or RANKS[-1]
-        g = Geometry(model, ranks)
-        serving = DEFAULT_SERVING
-        lines = [f"vllm serve {model.path}"]
-        lines += ["--language-model-only"] if model.is_multimodal else []
-        lines += ["--dtype bfloat16", *model.flags]
-        lines += [f"--tensor-parallel-size {ranks}"] if ranks > 1 else []
-        lines += [
-            f"--max-model-len {serving.max_model_len}",
-            f"--max-num-seqs {serving.max_num_seqs}",
-            f"--max-num-batched-tokens {serving.max_num_batched_tokens}",
-            "--enable-prompt-tokens-details",
-        ]
-        command = " \\\n    ".join(lines)
-        parts.append(
-            f"### {model.name}\n\n```bash\n{command}\n```\n\n"
-            f"B = {g.block:,} tokens on {ranks} rank{'s' if ranks > 1 else ''}. A block takes {_mib(g.block_bytes)} "
-            f"MiB, a state row {_mib(g.row_bytes)} MiB; {serving.max_num_seqs} slots, {NUM_RESERVED_ROWS} reserved and "
-            f"{g.staging_rows()} staging rows take {_mib(g.state_bytes())} MiB, all per rank.\n"
-        )
-    return "\n".join(parts)
+    for model in MODELS:
+        for g in (Geometry(model, ranks) for ranks in RANKS):
+            left = [g.tokens_left(card) for card in CARDS]
+            cells = (_mib(g.block_bytes), _mib(g.row_bytes), g.staging_rows(), _mib(g.state_bytes()))
+            if any(left):
+                pools = (f"{tokens:,}" if tokens else "does not fit" for tokens in left)
+                rows.append((model.name, g.ranks, f"{g.weight_bytes / GB:.1f}", *cells, *pools))
+    head = ("model", "TP", "weights, GB", "one block, MiB", "one state row, MiB", "staging rows", "all state rows, MiB")
+    return table((*head, *(f"pool on {card // GB} GB, tokens" for card in CARDS)), rows, range(1, 9))
 
 
 LADDERS = {
