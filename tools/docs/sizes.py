@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the target models need, as tables: block sizes, state rows, memory, ladders, and the commands that serve them.
 
-Owns: the dimensions of the target models. Never: their arithmetic, which is ``vllm_gaudi/planning.py``'s.
+Owns: the dimensions of the target models. Never: their arithmetic, which is ``tools/model_sizes.py``'s.
 
 Ordering rule: none; every function is pure.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tools.docs.markdown import code, table
+from tools.model_sizes import DEFAULT_SERVING, GB, Geometry, Model, Serving, grid
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS
-from vllm_gaudi.planning import DEFAULT_SERVING, GB, Geometry, Model, Serving, grid
 
 MIB = 2**20
 _NEXT = "Qwen/Qwen3-Next-80B-A3B-Instruct"

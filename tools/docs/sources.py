@@ -66,9 +66,9 @@ def _tidy(text: str) -> str:
 
 
 def step_order() -> str:
-    """The six rules at the head of the model runner."""
+    """The six rules at the head of the step."""
     rows: list[list[str]] = []
-    for line in docstrings()[Path("v1/worker/hpu_model_runner.py")].splitlines():
+    for line in docstrings()[Path("v1/worker/step.py")].splitlines():
         match = re.match(r"    (\S+ before \S+)\s{2,}(.*)", line)
         if match:
             rows.append([f"**{match[1]}**", match[2]])

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 
+from tests.support import operator_table, vllm_contract
 from tools.docs.markdown import code, table
 from tools.install import ROOT
 from tools.nightly import setting
 from vllm_gaudi import capabilities, cli, compat, device, envs
 from vllm_gaudi.cli import why
 from vllm_gaudi.ops import registry
-from vllm_gaudi.testing import operator_table, vllm_contract
 from vllm_gaudi.v1.core.sched import cache_stats
 
 
@@ -37,8 +37,9 @@ def refusals() -> str:
     rows = []
     for row in capabilities.TABLE:
         asked = ", ".join(code(name) for name in _entries(row.sentence)) or "-"
-        rows.append((code(row.name), asked, _placeholders(row.sentence)))
-    return table(("row", "change", "sentence"), rows)
+        models = "hybrids" if row.hybrid_only else "all"
+        rows.append((code(row.name), models, asked, _placeholders(row.sentence)))
+    return table(("row", "models", "change", "sentence"), rows)
 
 
 def _entries(text: str) -> list[str]:
@@ -47,8 +48,8 @@ def _entries(text: str) -> list[str]:
 
 
 def _placeholders(sentence: str) -> str:
-    """``{facts.dtype}`` -> ``<dtype>`` in a code span, which Markdown leaves alone."""
-    return re.sub(r"\{facts\.(\w+)\}", r"`<\1>`", sentence)
+    """``{value}`` -> ``<value>`` and ``{value[dtype]}`` -> ``<dtype>``, in a code span, which Markdown leaves alone."""
+    return re.sub(r"\{(?:value\[)?(\w+)\]?\}", r"`<\1>`", sentence)
 
 
 def architectures() -> str:

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from tools.docs import QWEN35_27B, QWEN35_35B, QWEN35_397B
+from tools.docs.sizes import QWEN35_27B, QWEN35_35B, QWEN35_397B
+from tools.model_sizes import Geometry
 from vllm_gaudi import device
-from vllm_gaudi.planning import Geometry
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import make_layout
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import RowCopies
 from vllm_gaudi.v1.worker.gdn_checkpoint.store import GDNCheckpointStore

@@ -25,19 +25,24 @@ if TYPE_CHECKING:
 
 SLOTS = PREFIX + "slots"
 
+_LABELS = ("model_name", "engine")
+_COUNTERS = {
+    name: Counter(name, doc, labelnames=(*_LABELS, "reason") if name == MISSES else _LABELS)
+    for name, doc in COUNTERS.items()
+}
+# As vLLM's own gauges: of several server processes one tells what all of them know.
+_SLOTS_GAUGE = Gauge(
+    SLOTS, "Slots for the GDN states of running requests.", labelnames=_LABELS, multiprocess_mode="mostrecent"
+)
+
 
 class GaudiStatLogger(StatLoggerBase):
     """Adds the counts of each step of one engine to its Prometheus counters."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0):
-        for collector in list(REGISTRY._collector_to_names):
-            if getattr(collector, "_name", "").startswith(PREFIX):
-                REGISTRY.unregister(collector)
-        labels = {"model_name": vllm_config.model_config.served_model_name, "engine": str(engine_index)}
-        self._counters: dict[str, Any] = {}
-        for name, doc in COUNTERS.items():
-            names = [*labels, "reason"] if name == MISSES else [*labels]
-            counter = Counter(name, doc, labelnames=names)
+        labels = (vllm_config.model_config.served_model_name, str(engine_index))
+        self._counters: dict[str, Counter] = {}
+        for name, counter in _COUNTERS.items():
             if name == MISSES:
                 self._counters.update({f"{name}:{reason}": counter.labels(*labels, reason) for reason in REASONS})
             else:
