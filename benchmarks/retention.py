@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     rows = []
     path = checkpoints.build("q35_dense", "float32", CHECKPOINTS)
     with engine(path, enable_prefix_caching=True, block_size=B, max_model_len=4096) as serving:
-        num_gdn_groups = len(serving.runner.caches.geometry.gdn_groups)
+        num_gdn_groups = len(serving.runner.step.caches.geometry.gdn_groups)
         for name in tqdm(NAMES, desc="Workloads", unit="workload"):
             for share in POOLS:
                 row = {}

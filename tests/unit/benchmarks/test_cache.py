@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import cache, engines, report, workloads
 from benchmarks.workloads import Session, Turn
-from vllm_gaudi.planning import blocks_of_conversation
+from vllm_gaudi.v1.worker.memory import blocks_of_conversation
 
 B = 4
 

@@ -20,8 +20,8 @@ import pytest
 
 from tools.docs import sizes
 from tools.install import ROOT
+from tools.model_sizes import Geometry, Model
 from vllm_gaudi import cli, device
-from vllm_gaudi.planning import Geometry, Model
 
 CONFIGS = Path(__file__).parent / "configs"
 MIB = 2**20

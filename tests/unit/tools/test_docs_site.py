@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from tools.docs import site, sizes, sources, tables
+from tools.model_sizes import Geometry, Serving
 from vllm_gaudi import cli
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS
-from vllm_gaudi.planning import Geometry, Serving
 from vllm_gaudi.v1.core.sched.block_size import DEFAULT_GDN_CHUNK, MAX_KERNEL_BLOCK
 from vllm_gaudi.v1.core.sched.cache_stats import COUNTERS, REASONS
 
