@@ -130,7 +130,7 @@ TABLE: tuple[Refusal, ...] = (
         "sliding-window",
         lambda c: c.model_config.get_sliding_window(),
         "sliding-window attention ({value} tokens) is not supported; "
-        "pass --disable-sliding-window or --model with a model of full attention",
+        "pass --disable-sliding-window, or --model with a model of full attention",
         _is_set,
     ),
     Refusal(
@@ -141,25 +141,26 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "dtype",
         _dtype,
-        "model dtype {value} is not supported; pass --dtype bfloat16 (or float32)",
+        "model dtype {value} is not supported; pass --dtype bfloat16 or --dtype float32",
         lambda dtype: dtype not in ("bfloat16", "float32"),
     ),
     Refusal(
         "quantization",
         lambda c: c.model_config.quantization,
-        "quantised weights ({value}) are not supported; remove --quantization and pass an unquantised checkpoint",
+        "quantized weights ({value}) are not supported; "
+        "remove --quantization, and pass --model with an unquantized checkpoint",
         _is_set,
     ),
     Refusal(
         "kv-cache-dtype",
         lambda c: {"asked": c.cache_config.cache_dtype, "model": _dtype(c)},
-        "a KV cache of type {value[asked]} beside a {value[model]} model is not supported; remove --kv-cache-dtype",
+        "a {value[asked]} KV cache for a {value[model]} model is not supported; remove --kv-cache-dtype",
         _is_not_the_models,
     ),
     Refusal(
         "kv-cache-dtype-skip-layers",
         lambda c: ", ".join(c.cache_config.kv_cache_dtype_skip_layers),
-        "layers whose KV cache has another type ({value}) are not supported; remove --kv-cache-dtype-skip-layers",
+        "layers whose KV cache has another dtype ({value}) are not supported; remove --kv-cache-dtype-skip-layers",
     ),
     Refusal(
         "speculative-decoding",
@@ -188,7 +189,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "kv-offloading",
         lambda c: c.cache_config.kv_offloading_size,
-        "KV cache offloading is not supported; remove --kv-offloading-size",
+        "KV cache offloading ({value} GiB) is not supported; remove --kv-offloading-size",
         _is_set,
     ),
     Refusal(
@@ -199,9 +200,13 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         "weight-offloading",
-        lambda c: max(c.offload_config.uva.cpu_offload_gb, c.offload_config.prefetch.offload_group_size),
-        "weight offloading is not supported; remove --cpu-offload-gb and the other offload flags",
-        lambda size: size > 0,
+        lambda c: {
+            "gib": c.offload_config.uva.cpu_offload_gb,
+            "layers": c.offload_config.prefetch.offload_group_size,
+        },
+        "weight offloading ({value[gib]} GiB, groups of {value[layers]} layers) is not supported; "
+        "remove --cpu-offload-gb and --offload-group-size",
+        lambda sizes: max(sizes.values()) > 0,
     ),
     Refusal(
         "pipeline-parallel",
@@ -217,10 +222,13 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         "context-parallel",
-        lambda c: max(c.parallel_config.prefill_context_parallel_size, c.parallel_config.decode_context_parallel_size),
-        "context parallelism is not supported; "
+        lambda c: {
+            "prefill": c.parallel_config.prefill_context_parallel_size,
+            "decode": c.parallel_config.decode_context_parallel_size,
+        },
+        "context parallelism ({value[prefill]} ranks in prefill, {value[decode]} in decode) is not supported; "
         "pass --prefill-context-parallel-size 1 and --decode-context-parallel-size 1",
-        lambda size: size > 1,
+        lambda sizes: max(sizes.values()) > 1,
     ),
     Refusal(
         "expert-parallel",
@@ -234,7 +242,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "microbatching",
         lambda c: c.parallel_config.enable_dbo or c.parallel_config.ubatch_size > 0,
-        "microbatching is not supported; remove --enable-dbo and pass --ubatch-size 0",
+        "microbatching is not supported; remove --enable-dbo and --ubatch-size",
     ),
     Refusal(
         "v2-model-runner",
@@ -254,7 +262,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "float64-noise",
         lambda c: c.model_config.use_fp64_gumbel,
-        "sampling with float64 noise is not supported, a Gaudi computes in float32; remove --use-fp64-gumbel",
+        "sampling with float64 noise is not supported, since Gaudi computes in float32; remove --use-fp64-gumbel",
     ),
     Refusal(
         "watermark",
@@ -271,7 +279,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "profiler",
         lambda c: c.profiler_config.profiler,
-        "vLLM's profiler is not supported; remove --profiler-config",
+        "vLLM's profiler ({value}) is not supported; remove --profiler-config",
         _is_set,
     ),
     Refusal(
@@ -282,8 +290,8 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "batch-invariant",
         lambda c: envs.get("VLLM_BATCH_INVARIANT"),
-        "vLLM's batch-invariant kernels are not supported, and not needed: products run in fixed row tiles; "
-        "unset VLLM_BATCH_INVARIANT",
+        "vLLM's batch-invariant kernels are not supported; unset VLLM_BATCH_INVARIANT "
+        "(with VLLM_GAUDI_ROW_TILES=1 a row of a matrix product does not depend on the rows beside it)",
     ),
     Refusal(
         "attention-backend",
@@ -306,15 +314,14 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "mamba-cache-dtype",
         lambda c: {"asked": c.cache_config.mamba_cache_dtype, "model": _dtype(c)},
-        "a conv state of type {value[asked]} beside a {value[model]} model is not supported; "
-        "remove --mamba-cache-dtype",
+        "a {value[asked]} convolution state for a {value[model]} model is not supported; remove --mamba-cache-dtype",
         _is_not_the_models,
         hybrid_only=True,
     ),
     Refusal(
         "stochastic-rounding",
         lambda c: c.mamba_config.enable_stochastic_rounding,
-        "stochastic rounding of the state is not supported; remove --enable-mamba-cache-stochastic-rounding",
+        "stochastic rounding of Mamba states is not supported; remove --enable-mamba-cache-stochastic-rounding",
     ),
     Refusal(
         "replayssm",
@@ -324,18 +331,18 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "kv-sharing-fast-prefill",
         lambda c: c.cache_config.kv_sharing_fast_prefill,
-        "fast prefill over shared KV is not supported; remove --kv-sharing-fast-prefill",
+        "fast prefill with KV sharing is not supported; remove --kv-sharing-fast-prefill",
     ),
     Refusal(
         "chunked-prefill",
         lambda c: c.scheduler_config.enable_chunked_prefill,
-        "running without chunked prefill is not supported; remove --no-enable-chunked-prefill",
+        "prefill without chunking is not supported; remove --no-enable-chunked-prefill",
         lambda is_on: not is_on,
     ),
     Refusal(
         "hybrid-manager",
         lambda c: c.scheduler_config.disable_hybrid_kv_cache_manager,
-        "a hybrid model needs vLLM's hybrid KV cache manager; remove --disable-hybrid-kv-cache-manager",
+        "a model with GDN layers needs vLLM's hybrid KV cache manager; remove --disable-hybrid-kv-cache-manager",
         hybrid_only=True,
     ),
     Refusal(
@@ -349,7 +356,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "foreign-worker",
         lambda c: _class_path(c.parallel_config.worker_cls),
-        "the worker {value} is not this plugin's; remove --worker-cls",
+        "the worker {value} does not run on this platform; remove --worker-cls",
         _is_foreign,
     ),
     Refusal(
@@ -358,7 +365,7 @@ TABLE: tuple[Refusal, ...] = (
             "asked": c.cache_config.block_size if c.cache_config.user_specified_block_size else 0,
             "multiple": block_size_granule(),
         },
-        "a block of {value[asked]} tokens is not supported; "
+        "a block size of {value[asked]} tokens is not supported; "
         "pass --block-size with a multiple of {value[multiple]}, or remove it",
         lambda size: size["asked"] % size["multiple"] != 0,
     ),
@@ -372,20 +379,21 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "prefix-match-unit",
         lambda c: c.cache_config.prefix_match_unit,
-        "partial-block hits are not supported on a GDN hybrid; remove --prefix-match-unit",
+        "prefix cache hits in units of {value} tokens, within a block, are not supported for a model with GDN layers; "
+        "remove --prefix-match-unit",
         _is_set,
         hybrid_only=True,
     ),
     Refusal(
         "fine-grained-junctions",
         lambda c: c.cache_config.enable_mamba_fine_grained_prefix_cache,
-        "fine-grained junction caching is not supported; remove --enable-mamba-fine-grained-prefix-cache",
+        "fine-grained prefix caching of GDN states is not supported; remove --enable-mamba-fine-grained-prefix-cache",
         hybrid_only=True,
     ),
     Refusal(
         "compact-gdn",
         lambda c: envs.get("VLLM_COMPACT_GDN"),
-        "the per-block GDN layout is not supported; unset VLLM_COMPACT_GDN or set it to 1",
+        "a GDN state per block, instead of one per request, is not supported; unset VLLM_COMPACT_GDN or set it to 1",
         lambda is_compact: not is_compact,
         hybrid_only=True,
     ),
@@ -407,7 +415,7 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "additional-config",
         lambda c: ", ".join(sorted({str(key) for key in _additional(c)} - {*CONFIG_KEYS, "gdn_prefill_backend"})),
-        "unknown keys in --additional-config: {value}; remove them (see the README's table)",
+        "unknown keys in --additional-config: {value}; remove them (known are " + ", ".join(CONFIG_KEYS) + ")",
     ),
 )
 

@@ -24,14 +24,14 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str, str]] = {
     # flags, environment, what the sentence says, the flag or variable it names
-    "a finer match unit": ({"prefix_match_unit": 8}, {}, "partial-block hits", "remove --prefix-match-unit"),
+    "a finer match unit": ({"prefix_match_unit": 8}, {}, "in units of 8 tokens", "remove --prefix-match-unit"),
     "fine-grained junctions": (
         {"enable_mamba_fine_grained_prefix_cache": True},
         {},
-        "fine-grained junction caching",
+        "fine-grained prefix caching",
         "remove --enable-mamba-fine-grained-prefix-cache",
     ),
-    "the per-block layout": ({}, {"VLLM_COMPACT_GDN": "0"}, "per-block GDN layout", "VLLM_COMPACT_GDN"),
+    "the per-block layout": ({}, {"VLLM_COMPACT_GDN": "0"}, "a GDN state per block", "VLLM_COMPACT_GDN"),
     "speculation": (
         {"speculative_config": NGRAM},
         {},
