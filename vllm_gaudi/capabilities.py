@@ -370,13 +370,6 @@ TABLE: tuple[Refusal, ...] = (
         lambda size: size["asked"] % size["multiple"] != 0,
     ),
     Refusal(
-        "mamba-cache-mode",
-        lambda c: c.cache_config.mamba_cache_mode,
-        "mamba cache mode 'all' is not supported; pass --mamba-cache-mode align, or remove it",
-        lambda mode: mode == "all",
-        hybrid_only=True,
-    ),
-    Refusal(
         "prefix-match-unit",
         lambda c: c.cache_config.prefix_match_unit,
         "prefix cache hits in units of {value} tokens, within a block, are not supported for a model with GDN layers; "

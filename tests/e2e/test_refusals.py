@@ -135,7 +135,6 @@ ASKS: dict[str, tuple[Ask, ...]] = {
 NO_ASK = {
     "encoder-decoder": "no supported architecture is one",
     "mla": "no supported architecture has it",
-    "mamba-cache-mode": "vLLM 0.30 turns it into align, with a warning of its own, before we are asked",
 }
 """Rows that no engine of ours can be asked for, and why."""
 

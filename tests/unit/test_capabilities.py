@@ -110,7 +110,6 @@ CASES = [
     Case("foreign-worker", {"parallel__worker_cls": "my.Worker"}, says="my.Worker"),
     Case("block-size", {"cache__user_specified_block_size": True, "cache__block_size": 24}, says="a multiple of 16"),
     Case("block-size", {"cache__user_specified_block_size": True, "cache__block_size": 64}, says="of 128", hpu=True),
-    Case("mamba-cache-mode", {"cache__mamba_cache_mode": "all"}),
     Case("prefix-match-unit", {"cache__prefix_match_unit": 16}, says="units of 16 tokens"),
     Case("fine-grained-junctions", {"cache__enable_mamba_fine_grained_prefix_cache": True}),
     Case("compact-gdn", env={"VLLM_COMPACT_GDN": "0"}),
@@ -132,7 +131,6 @@ ALLOWED: list[dict[str, Any]] = [
     {**FLOAT32, "cache__cache_dtype": "float32"},
     {"cache__cache_dtype": "bfloat16"},
     {"cache__mamba_cache_dtype": "bfloat16"},
-    {"cache__mamba_cache_mode": "align"},
     {"model__multimodal_config": multimodal(True)},
     {"attention__backend": SimpleNamespace(name="CUSTOM")},
     {"cache__block_size": 24},  # not the user's: vLLM derives it later
