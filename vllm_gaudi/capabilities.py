@@ -33,6 +33,9 @@ SUPPORTED_ARCHITECTURES: tuple[str, ...] = (
 Config = Any
 """vLLM's ``VllmConfig``, of which attributes are read."""
 
+KEYS_OF_VLLM = ("gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend")
+"""Keys of ``--additional-config`` where vLLM keeps the values of flags; each has a row that names its flag."""
+
 DEFAULT_BLOCK_SIZE = 128
 """Tokens of a block where neither the user nor a hybrid model asks for another size; Gaudi's kernel block."""
 
@@ -306,6 +309,18 @@ TABLE: tuple[Refusal, ...] = (
         _is_set,
     ),
     Refusal(
+        "kda-prefill-backend",
+        lambda c: _additional(c).get("kda_prefill_backend"),
+        "the KDA prefill backend {value} is not supported; remove --kda-prefill-backend",
+        _is_set,
+    ),
+    Refusal(
+        "kda-decode-backend",
+        lambda c: _additional(c).get("kda_decode_backend"),
+        "the KDA decode backend {value} is not supported; remove --kda-decode-backend",
+        _is_set,
+    ),
+    Refusal(
         "mamba-backend",
         lambda c: c.mamba_config.backend.name.lower(),
         "the Mamba backend {value} is not supported; remove --mamba-backend",
@@ -407,7 +422,7 @@ TABLE: tuple[Refusal, ...] = (
     ),
     Refusal(
         "additional-config",
-        lambda c: ", ".join(sorted({str(key) for key in _additional(c)} - {*CONFIG_KEYS, "gdn_prefill_backend"})),
+        lambda c: ", ".join(sorted({str(key) for key in _additional(c)} - {*CONFIG_KEYS, *KEYS_OF_VLLM})),
         "unknown keys in --additional-config: {value}; remove them (known are " + ", ".join(CONFIG_KEYS) + ")",
     ),
 )

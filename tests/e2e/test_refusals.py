@@ -108,6 +108,8 @@ ASKS: dict[str, tuple[Ask, ...]] = {
     "batch-invariant": (Ask(name="llama", env={"VLLM_BATCH_INVARIANT": "1"}),),
     "attention-backend": (Ask({"attention_backend": "FLASH_ATTN"}),),
     "gdn-prefill-backend": (Ask({"gdn_prefill_backend": "triton"}),),
+    "kda-prefill-backend": (Ask({"kda_prefill_backend": "triton"}),),
+    "kda-decode-backend": (Ask({"kda_decode_backend": "triton"}),),
     "mamba-backend": (Ask({"mamba_backend": "flashinfer", "mamba_ssu_algorithm": "simple"}),),
     "mamba-cache-dtype": (Ask({"mamba_cache_dtype": "float16"}),),
     "stochastic-rounding": (Ask({"enable_mamba_cache_stochastic_rounding": True, "mamba_ssm_cache_dtype": "float16"}),),
@@ -253,9 +255,3 @@ def test_any_scheduler_serves_a_model_of_attention_alone(checkpoint, prompt):
 
 def test_a_watermark_is_refused_without_words_about_the_model_runner(error_of):
     assert "VLLM_USE_V2_MODEL_RUNNER" not in error_of(ASKS["watermark"][0])
-
-
-@pytest.mark.parametrize("flag", ["kda_prefill_backend", "kda_decode_backend"])
-@pytest.mark.xfail(strict=True, reason="fault: refused as an unknown key of --additional-config, where vLLM keeps it")
-def test_a_flag_that_vllm_keeps_among_additional_keys_is_called_by_its_name(error_of, flag):
-    assert "--" + flag.replace("_", "-") in error_of(Ask({flag: "triton"}))

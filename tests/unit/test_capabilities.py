@@ -97,6 +97,8 @@ CASES = [
     Case("batch-invariant", env={"VLLM_BATCH_INVARIANT": "1"}),
     Case("attention-backend", {"attention__backend": SimpleNamespace(name="FLASH_ATTN")}, says="FLASH_ATTN"),
     Case("gdn-prefill-backend", {"additional_config": {"gdn_prefill_backend": "triton"}}, says="triton"),
+    Case("kda-prefill-backend", {"additional_config": {"kda_prefill_backend": "fused"}}, says="fused"),
+    Case("kda-decode-backend", {"additional_config": {"kda_decode_backend": "native"}}, says="native"),
     Case("mamba-backend", {"mamba__backend": SimpleNamespace(name="FLASHINFER")}, says="flashinfer"),
     Case("mamba-cache-dtype", {"cache__mamba_cache_dtype": "float16"}, says="float16"),
     Case("mamba-cache-dtype", {**FLOAT32, "cache__mamba_cache_dtype": "bfloat16"}, says="bfloat16"),
@@ -195,14 +197,27 @@ def test_a_sentence_names_a_flag_or_variable_and_is_complete(configured, case):
     assert not re.search(r"[{}]|None|namespace|object at", sentence), sentence
 
 
-def test_flags_in_sentences_are_vllms_flags():
+@pytest.fixture(scope="module")
+def arguments_of_vllm() -> str:
+    """The source of vLLM's command line."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
-    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
-    known = set(re.findall(r'"(--[a-z0-9-]+)"', source))
+    return (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
+
+
+def test_flags_in_sentences_are_vllms_flags(arguments_of_vllm):
+    known = set(re.findall(r'"(--[a-z0-9-]+)"', arguments_of_vllm))
     for row in TABLE:
         for flag in re.findall(r"--[a-z][a-z0-9-]*", row.sentence):
             assert flag in known or flag.replace("--no-", "--") in known, f"{row.name}: {flag}"
+
+
+def test_every_flag_that_vllm_keeps_in_additional_config_has_a_row_of_its_own(arguments_of_vllm):
+    kept = set(re.findall(r'self\.additional_config\["(\w+)"\] = ', arguments_of_vllm))
+    assert kept == set(capabilities.KEYS_OF_VLLM)
+    for key in kept:
+        name = key.replace("_", "-")
+        assert f"--{name}" in ROWS[name].sentence
 
 
 def test_all_refusals_are_reported_together_in_table_order(config_of, monkeypatch):
