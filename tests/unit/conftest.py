@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis for all unit tests: the same examples in every run, no time limit per example, no files. And vLLM's
-configuration as the refusals and the platform read it: the attributes and no more, since a real one needs a checkpoint.
+"""vLLM's configuration as the refusals and the platform read it: the attributes and no more, since a real one needs a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -10,12 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from vllm_gaudi import envs
-
-settings.register_profile("unit", derandomize=True, deadline=None, database=None)
-settings.load_profile("unit")
 
 
 @pytest.fixture
