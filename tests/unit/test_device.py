@@ -212,7 +212,7 @@ print(load_ops().insert_kv.__module__)
 
 def test_with_the_bridge_importable_the_device_is_hpu():
     flag = "{'flag': 'PT_COMPILE_ONLY_MODE', 'value': %s}"
-    assert with_stub.run("-c", REPORT).splitlines() == [
+    assert with_stub.forked("-c", REPORT).splitlines() == [
         "hpu hccl False",
         "True",
         "habana_frameworks.torch habana_frameworks.torch.hpex.kernels habana_frameworks.torch.hpex.normalization",
@@ -224,7 +224,7 @@ def test_with_the_bridge_importable_the_device_is_hpu():
 
 
 def test_the_user_may_ask_for_the_host_beside_the_bridge():
-    lines = with_stub.run("-c", REPORT, VLLM_USE_FAKE_HPU="1").splitlines()
+    lines = with_stub.forked("-c", REPORT, VLLM_USE_FAKE_HPU="1").splitlines()
     assert lines == ["cpu gloo True", "True", "vllm_gaudi.ops.paged_attention.cpu"]
 
 
@@ -277,5 +277,5 @@ def test_lazy_mode_is_refused_by_the_process_that_owns_the_device():
         "try: device.initialize()\n"
         "except RuntimeError as refused: print(refused, device.is_initialized())"
     )
-    (line,) = with_stub.run("-c", script, PT_HPU_LAZY_MODE="1").splitlines()
+    (line,) = with_stub.forked("-c", script, PT_HPU_LAZY_MODE="1").splitlines()
     assert "lazy mode" in line and "PT_HPU_LAZY_MODE" in line and line.endswith("False")

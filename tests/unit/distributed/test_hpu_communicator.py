@@ -11,7 +11,7 @@ import pytest
 
 from tests import with_stub
 
-# Each rank checks what it got and writes down how; spawned, so each imports all anew.
+# Each rank checks what it got and writes down how; forked where all is imported and no device is in use.
 RANKS = """
 import json
 import sys
@@ -19,15 +19,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import vllm.platforms
+
+vllm.platforms.current_platform  # as a worker would: the plugin prepares the process first
+from vllm_gaudi import device
+from vllm_gaudi.distributed.hpu_communicator import HpuCommunicator
 
 
 def rank_main(rank, folder):
-    import vllm.platforms
-
-    vllm.platforms.current_platform  # as a worker would: the plugin prepares the process first
-    from vllm_gaudi import device
-    from vllm_gaudi.distributed.hpu_communicator import HpuCommunicator
-
     device.initialize()
     dist.init_process_group(
         device.distributed_backend(), init_method=f"file://{folder}/store", world_size=2, rank=rank
@@ -81,16 +80,17 @@ def rank_main(rank, folder):
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    torch.multiprocessing.spawn(rank_main, (sys.argv[1],), nprocs=2)
+torch.multiprocessing.start_processes(rank_main, (sys.argv[1],), nprocs=2, start_method="fork")
 """
 
 
 @pytest.mark.parametrize("backend", ["hccl", "gloo"])
-def test_two_ranks_exchange(tmp_path: Path, backend: str) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
-    with_stub.run(str(script), str(tmp_path), with_stub=backend == "hccl")
+def test_two_ranks_exchange(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "hccl":
+        with_stub.forked("-c", RANKS, str(tmp_path))
+    else:  # this process is a host's
+        monkeypatch.setattr("sys.argv", ["-c", str(tmp_path)])
+        exec(RANKS, {"__name__": "__main__"})
     for rank in range(2):
         said: dict[str, Any] = json.loads((tmp_path / f"{rank}.json").read_text())
         assert said.pop("backend") == backend

@@ -5,8 +5,6 @@ import copy
 import hashlib
 import json
 import math
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from safetensors.torch import load_file
 from tests.support import oracle
 from vllm_gaudi.testing import checkpoints
 
-ROOT = Path(__file__).resolve().parents[3]
 SMALL_ENOUGH = sorted(name for name in checkpoints.RECIPES if name != "q35_small")
 HYBRIDS = [name for name in SMALL_ENOUGH if "linear_num_key_heads" in checkpoints.RECIPES[name].text]
 PROMPT = np.random.default_rng(0).integers(len(checkpoints.SPECIAL_TOKENS), checkpoints.VOCAB_SIZE, 70).tolist()
@@ -174,10 +171,9 @@ def recurrent_states(layer):
     return list(states.values()) if isinstance(states, dict) else [states]
 
 
-def test_the_command_line_prints_the_directory_it_made(tmp_path):
-    command = [sys.executable, "-m", "vllm_gaudi.testing.checkpoints", "--name", "llama", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    path = Path(done.stdout.strip())
+def test_the_command_line_prints_the_directory_it_made(tmp_path, capfd):
+    checkpoints.main(["--name", "llama", "--out", str(tmp_path)])
+    out, err = capfd.readouterr()
+    path = Path(out.strip())
     assert path.parent == tmp_path and (path / "config.json").is_file()
-    assert done.stderr == ""
+    assert err == ""
