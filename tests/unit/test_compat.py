@@ -19,9 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import with_stub
 from vllm_gaudi import capabilities, compat, device, envs
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def host_file(package: str, path: str) -> Path:
@@ -32,10 +31,7 @@ def host_file(package: str, path: str) -> Path:
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    return with_stub.fork(("-c", script), with_stub.environment(False))
 
 
 @pytest.mark.parametrize("row", compat.ROWS, ids=lambda row: row.test)
@@ -207,17 +203,18 @@ def test_an_accelerator_that_works_is_left_alone(monkeypatch, accelerator):
     assert [getattr(accelerator, name) for name in ACCELERATOR_CALLS] == before
 
 
-def test_dynamo_s_limit_is_below_the_ladder(monkeypatch):
+def test_dynamo_s_limit_is_below_the_ladder():
     """Eight shapes of one function; a small engine's ladder has some dozens, and every layer of a kind counts."""
     import torch._dynamo.config as config
 
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        monkeypatch.setattr(config, name, getattr(config, name))
+    names = ("recompile_limit", "accumulated_recompile_limit")
     assert config.recompile_limit <= 64
-    compat.allow_compiled_shapes(1000)
-    assert config.recompile_limit == config.accumulated_recompile_limit == 1000
-    compat.allow_compiled_shapes(10)
-    assert config.recompile_limit == 1000
+    with config.patch({name: getattr(config, name) for name in names}):  # a monkeypatch would leave them deleted
+        compat.allow_compiled_shapes(1000)
+        assert config.recompile_limit == config.accumulated_recompile_limit == 1000
+        compat.allow_compiled_shapes(10)
+        assert config.recompile_limit == 1000
+    assert config.recompile_limit <= 64
 
 
 def test_vllm_s_attention_has_no_door_and_looks_itself_up_by_name():
