@@ -349,7 +349,11 @@ def test_a_boundary_state_is_the_final_state_of_a_run_that_ends_there(
                 assert not torch.equal(kept[n : n + 1, i], whole(cut(alone, 0, other, alone[5]), chunk)[1])
 
 
-@boundaries
+# A chunk of 600 takes as long as all others together, and it is there for the CPU's segments.
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "every", "lengths", "first"),
+    [pytest.param(*row, marks=pytest.mark.soak if row[1] == 600 else ()) for row in BOUNDARIES],
+)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_boundary_states_for_gaudi_agree_with_its_own_split_runs(state_dtype, tokens, chunk, every, lengths, first):
     args = delta_rule_inputs(len(lengths), tokens, 1, 2, 16, 16, torch.float32, state_dtype)
