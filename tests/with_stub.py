@@ -94,7 +94,7 @@ def _script(command: tuple[str, ...], variables: dict[str, str], out: Path, err:
         else:
             sys.modules["__main__"] = main = types.ModuleType("__main__")
             exec(compile(what, "<script>", "exec"), main.__dict__)
-    except Exception:
+    except Exception:  # noqa: BLE001 (told by the exit code, as a process of its own would)
         traceback.print_exc()
         sys.exit(1)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -11,8 +12,16 @@ import pytest
 from vllm_gaudi import cli
 
 
+@pytest.fixture(scope="session")
+def quick_plans() -> None:
+    """A plan collects garbage, as a start does, and none of it is what vLLM and torch imported."""
+    import vllm_gaudi.cli.paper  # noqa: F401
+
+    gc.freeze()
+
+
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run(quick_plans: None, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """``run(*arguments)``: exit code, stdout and stderr; what the command sets in the environment goes again."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
