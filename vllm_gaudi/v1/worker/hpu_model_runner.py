@@ -165,7 +165,7 @@ class HPUModelRunner:
             caches=caches,
             store=_build_store(caches, kv_cache_config, cached_groups),
             slots=slots,
-            requests=RequestTable(slots, geometry.num_groups, self.max_model_len),
+            requests=RequestTable(slots, geometry.num_groups, self.max_model_len, cached_groups, geometry.block_size),
             inputs=InputBuilder(
                 grid,
                 PadRows(geometry.spare_block, caches.zero_row, caches.trash_row, caches.first_staging_row),

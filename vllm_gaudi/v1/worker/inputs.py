@@ -45,6 +45,16 @@ class ModelInputs:
 
 
 @dataclass(frozen=True)
+class ScheduledSequence:
+    """What one request runs in a forward."""
+
+    tokens: np.ndarray  # [n] int32, undefined for a decode, whose token is on the device
+    num_computed: int  # tokens before the first of them
+    kernel_blocks: np.ndarray  # [m] int32: ids of the kernel blocks of all its tokens
+    state_slot: int
+
+
+@dataclass(frozen=True)
 class PadRows:
     """Where padding points: real rows that nobody's result depends on."""
 
@@ -112,8 +122,8 @@ class InputBuilder:
     def dummy(self, bucket: PrefillBucket | DecodeBucket) -> ModelInputs:
         """Inputs of ``bucket`` made of pads alone, for profiling and warm-up."""
         if isinstance(bucket, PrefillBucket):
-            return self._prefill_tensors(bucket, (), [], [], [], [], {})
-        return self._decode_tensors(bucket, (), [], [], [], [], [])
+            return self._prefill_tensors(bucket, (), [], {})
+        return self._decode_tensors(bucket, (), [])
 
     # Which rows run together
 
@@ -147,11 +157,13 @@ class InputBuilder:
     def _num_kernel_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._kernel_block)
 
-    def _kernel_ids(self, step: StepRequests, i: int) -> np.ndarray:
-        """Kernel block ids [n] int32 of the tokens that request ``i`` has after this step."""
+    def _sequence(self, step: StepRequests, i: int) -> ScheduledSequence:
         num_kernel = self._num_kernel_blocks(int(step.end[i]))
         blocks = step.block_ids[self._attention_group][i, : -(-num_kernel // self._per_block)]
-        return (blocks[:, None] * self._per_block + np.arange(self._per_block, dtype=np.int32)).reshape(-1)[:num_kernel]
+        kernel_blocks = (blocks[:, None] * self._per_block + np.arange(self._per_block, dtype=np.int32)).reshape(-1)
+        return ScheduledSequence(
+            step.tokens[i], int(step.num_computed[i]), kernel_blocks[:num_kernel], int(step.slots[i])
+        )
 
     # What a forward is given
 
@@ -160,24 +172,14 @@ class InputBuilder:
         bucket = self._grid.prefill(
             len(members), int(step.num_scheduled[members].max()), int(step.end[members].max()), bool(kept)
         )
-        return self._prefill_tensors(
-            bucket,
-            tuple(members),
-            [step.tokens[i] for i in members],
-            [int(step.num_computed[i]) for i in members],
-            [self._kernel_ids(step, i) for i in members],
-            [int(step.slots[i]) for i in members],
-            kept,
-        )
+        sequences = [self._sequence(step, i) for i in members]
+        return self._prefill_tensors(bucket, tuple(members), sequences, kept)
 
     def _prefill_tensors(
         self,
         bucket: PrefillBucket,
         members: tuple[int, ...],
-        tokens: Sequence[np.ndarray],
-        starts: Sequence[int],
-        kernel_ids: Sequence[np.ndarray],
-        slots: Sequence[int],
+        sequences: Sequence[ScheduledSequence],
         crossed: Mapping[int, Crossed],
     ) -> ModelInputs:
         batch, query = bucket.batch, bucket.query
@@ -189,16 +191,16 @@ class InputBuilder:
         table = np.full((batch, bucket.blocks), spare, np.int32)
         start_of = np.zeros(batch, np.int32)
         lengths = np.zeros(batch, np.int32)
-        for n, (token_ids, start, blocks) in enumerate(zip(tokens, starts, kernel_ids, strict=True)):
-            length = len(token_ids)
-            where = start + np.arange(length)
-            ids[n, :length] = token_ids
+        for n, sequence in enumerate(sequences):
+            length, blocks = len(sequence.tokens), sequence.kernel_blocks
+            where = sequence.num_computed + np.arange(length)
+            ids[n, :length] = sequence.tokens
             positions[n, :length] = where
             mapping[n, :length] = blocks[where // self._kernel_block] * self._kernel_block + where % self._kernel_block
             table[n, : len(blocks)] = blocks
-            start_of[n] = start
+            start_of[n] = sequence.num_computed
             lengths[n] = length
-        read, write = self._state_rows(slots, batch)
+        read, write = self._state_rows(sequences, batch)
         last_row = np.arange(batch) * query + np.maximum(lengths, 1) - 1
         kept, staged = self._kept_boundaries(bucket, start_of, crossed)
         attn = HPUAttentionMetadata(
@@ -216,7 +218,7 @@ class InputBuilder:
                 lengths=self._upload(lengths, np.int32),
             ),
             kept=kept,
-            hints=self._hints(start_of, slots),
+            hints=self._hints(start_of, sequences),
         )
         return ModelInputs(
             bucket=bucket,
@@ -244,11 +246,12 @@ class InputBuilder:
         )
         return GemmRows(tiles.prefill, tuple(slices))
 
-    def _hints(self, starts: Sequence[int] | np.ndarray, slots: Sequence[int]) -> HostHints | None:
-        """``starts``: tokens before each sequence's first row, those of padding included."""
+    def _hints(self, num_computed: np.ndarray, sequences: Sequence[ScheduledSequence]) -> HostHints | None:
+        """``num_computed`` [n]: tokens before the first row of each sequence that attends, also of padding ones."""
         if not self._with_hints:
             return None
-        return HostHints((int(min(starts, default=0)), int(max(starts, default=0))), tuple(slots))
+        least, most = (int(num_computed.min()), int(num_computed.max())) if len(num_computed) else (0, 0)
+        return HostHints((least, most), tuple(sequence.state_slot for sequence in sequences))
 
     def _kept_boundaries(
         self, bucket: PrefillBucket, starts: np.ndarray, crossed: Mapping[int, Crossed]
@@ -274,34 +277,17 @@ class InputBuilder:
         return kept, RowCopies(np.concatenate(rows).astype(np.int32), np.concatenate(blocks, axis=1))
 
     def _decode_inputs(self, step: StepRequests, members: list[int]) -> ModelInputs:
-        kernel_ids = [self._kernel_ids(step, i) for i in members]
-        bucket = self._grid.decode(len(members), sum(len(blocks) for blocks in kernel_ids))
-        slots = [int(step.slots[i]) for i in members]
-        return self._decode_tensors(
-            bucket,
-            tuple(members),
-            slots,
-            [int(step.num_computed[i]) for i in members],
-            kernel_ids,
-            slots,
-            slots,
-        )
+        sequences = [self._sequence(step, i) for i in members]
+        bucket = self._grid.decode(len(members), sum(len(sequence.kernel_blocks) for sequence in sequences))
+        return self._decode_tensors(bucket, tuple(members), sequences)
 
     def _decode_tensors(
-        self,
-        bucket: DecodeBucket,
-        members: tuple[int, ...],
-        slots: Sequence[int],
-        starts: Sequence[int],
-        kernel_ids: Sequence[np.ndarray],
-        token_slots: Sequence[int],
-        state_slots: Sequence[int],
+        self, bucket: DecodeBucket, members: tuple[int, ...], sequences: Sequence[ScheduledSequence]
     ) -> ModelInputs:
         batch = bucket.batch
         spare = self._pads.spare_block
-        num = len(slots)
         positions = np.zeros(bucket.rows, np.int32)
-        positions[:num] = starts
+        token_rows = np.full(bucket.rows, self._pad_slot, np.int64)
         mapping = (spare * self._kernel_block + np.arange(batch) % self._kernel_block).astype(np.int64)
         block_list = np.full(bucket.blocks, spare, np.int32)
         # Pads of the list belong to the last row with no token in sight, behind that row's own blocks.
@@ -309,7 +295,10 @@ class InputBuilder:
         block_lens = np.zeros(bucket.blocks, np.int32)
         row_first = np.full(batch, bucket.blocks - 1, np.int32)
         used = 0
-        for n, (start, blocks) in enumerate(zip(starts, kernel_ids, strict=True)):
+        for n, sequence in enumerate(sequences):
+            start, blocks = sequence.num_computed, sequence.kernel_blocks
+            positions[n] = start
+            token_rows[n] = sequence.state_slot
             mapping[n] = blocks[start // self._kernel_block] * self._kernel_block + start % self._kernel_block
             end = used + len(blocks)
             block_list[used:end] = blocks
@@ -318,9 +307,7 @@ class InputBuilder:
             block_lens[end - 1] = start % self._kernel_block + 1
             row_first[n] = used
             used = end
-        token_rows = np.full(bucket.rows, self._pad_slot, np.int64)
-        token_rows[:num] = token_slots
-        read, write = self._state_rows(state_slots, batch)
+        read, write = self._state_rows(sequences, batch)
         attn = HPUAttentionMetadata(
             batch=batch,
             query=1,
@@ -336,7 +323,7 @@ class InputBuilder:
                 block_lens=self._upload(block_lens, np.int32),
                 row_first=self._upload(row_first, np.int32),
             ),
-            hints=self._hints(starts, state_slots),
+            hints=self._hints(positions[: len(sequences)], sequences),
         )
         return ModelInputs(
             bucket=bucket,
@@ -347,11 +334,11 @@ class InputBuilder:
             logit_rows=self._upload(np.arange(batch), np.int64),
         )
 
-    def _state_rows(self, slots: Sequence[int], batch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _state_rows(self, sequences: Sequence[ScheduledSequence], batch: int) -> tuple[np.ndarray, np.ndarray]:
         read = np.full(batch, self._pads.zero_row, np.int64)
         write = np.full(batch, self._pads.trash_row, np.int64)
-        read[: len(slots)] = slots
-        write[: len(slots)] = slots
+        for n, sequence in enumerate(sequences):
+            read[n] = write[n] = sequence.state_slot
         return read, write
 
     def _positions(self, positions: np.ndarray) -> torch.Tensor:

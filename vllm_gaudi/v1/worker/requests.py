@@ -10,6 +10,7 @@ hands its slot back before anyone is admitted; resumed means admitted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -75,13 +76,23 @@ class StepRequests:
 class RequestTable:
     """All requests that the scheduler has sent and not yet declared finished.
 
-    ``num_groups``: KV cache groups; ``max_model_len`` tokens.
+    ``num_groups``: KV cache groups; ``max_model_len`` tokens; ``cached_groups``: those whose table has one entry per
+    boundary, ``block_size`` tokens apart.
     """
 
-    def __init__(self, slots: SlotPool, num_groups: int, max_model_len: int):
+    def __init__(
+        self,
+        slots: SlotPool,
+        num_groups: int,
+        max_model_len: int,
+        cached_groups: Sequence[int] = (),
+        block_size: int = 0,
+    ):
         self._slots = slots
         self._num_groups = num_groups
         self._max_model_len = max_model_len
+        self._cached_groups = tuple(cached_groups)
+        self._block_size = block_size
         self._requests: dict[str, RequestState] = {}
         self._num_admissions = 0
 
@@ -183,6 +194,14 @@ class RequestTable:
             state.num_computed = cached.num_computed_tokens[i]
             new_blocks = cached.new_block_ids[i]
             if new_blocks is not None:
+                for group in self._cached_groups:
+                    # Entries are appended, so a wrong length would save into another boundary's block.
+                    assert (
+                        not new_blocks[group] or len(state.blocks[group]) == state.num_computed // self._block_size
+                    ), (
+                        f"request {req_id} has {len(state.blocks[group])} boundaries in KV cache group {group} and "
+                        f"{state.num_computed} computed tokens in blocks of {self._block_size}"
+                    )
                 for known, ids in zip(state.blocks, new_blocks, strict=True):
                     known.extend(ids)
 
