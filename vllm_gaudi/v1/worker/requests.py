@@ -196,11 +196,10 @@ class RequestTable:
             if new_blocks is not None:
                 for group in self._cached_groups:
                     # Entries are appended, so a wrong length would save into another boundary's block.
-                    assert (
-                        not new_blocks[group] or len(state.blocks[group]) == state.num_computed // self._block_size
-                    ), (
-                        f"request {req_id} has {len(state.blocks[group])} boundaries in KV cache group {group} and "
-                        f"{state.num_computed} computed tokens in blocks of {self._block_size}"
+                    length = len(state.blocks[group])
+                    assert not new_blocks[group] or length == state.num_computed // self._block_size, (
+                        f"request {req_id} has {length} entries in KV cache group {group} but {state.num_computed} "
+                        f"computed tokens in blocks of {self._block_size}"
                     )
                 for known, ids in zip(state.blocks, new_blocks, strict=True):
                     known.extend(ids)

@@ -223,6 +223,16 @@ class TestRunning:
         assert step.block_ids[1].tolist() == [[9], [2]]
 
 
+def test_a_table_of_boundaries_is_extended_where_it_ends(records):
+    """An entry means its boundary by its place alone: group 1 has one per 4 tokens."""
+    table = RequestTable(SlotPool(1), num_groups=2, max_model_len=MAX_MODEL_LEN, cached_groups=(1,), block_size=4)
+    table.apply(records.output({"a": 9}, new=(records.new("a", list(range(30)), blocks=([1, 2, 3], [0, 7])),)))
+    step = table.apply(records.output({"a": 9}, running={"a": (9, ([4, 5], [8, 9]), 0)}))
+    assert step.block_ids[1].tolist() == [[0, 7, 8, 9]]
+    with pytest.raises(AssertionError, match="4 entries in KV cache group 1 but 12 computed tokens in blocks of 4"):
+        table.apply(records.output({"a": 4}, running={"a": (12, ([6], [10]), 0)}))
+
+
 class TestReleased:
     @pytest.fixture(autouse=True)
     def _two_run(self, world, records):
