@@ -8,8 +8,9 @@ MARKERS     ?= not hpu
 E2E         ?= tests/e2e
 # More arguments for pytest, e.g. make unit PYTEST_ARGS="-k slots -x"
 PYTEST_ARGS ?=
-# More arguments for the benchmark, e.g. make bench BENCH_ARGS="--sizes tiny --repeats 5"
+# More arguments for the two parts of the benchmark, e.g. make bench BENCH_ARGS="--sizes tiny" SERVE_ARGS="--repeats 1"
 BENCH_ARGS  ?=
+SERVE_ARGS  ?=
 # pytest processes at a time; tests that share one Gaudi need WORKERS=0
 WORKERS     ?= 2
 CACHE       := $(CURDIR)/.cache
@@ -66,8 +67,9 @@ format: install ## let ruff sort imports and format
 docs: install ## the documentation site in .cache/site, its generated parts brought up to date
 	@$(PYTHON_VENV) -m tools.docs build
 
-bench: install ## caching on beside caching off, on two sizes of model; under 15 minutes on two cores
+bench: install ## caching on beside caching off, in process and served; under 15 minutes on two cores
 	@$(RUN_ENV) $(PYTHON_VENV) -m benchmarks cache $(BENCH_ARGS)
+	@$(RUN_ENV) $(PYTHON_VENV) -m benchmarks serve $(SERVE_ARGS)
 
 wheel: install ## a wheel in dist/, without network
 	@rm -rf build dist

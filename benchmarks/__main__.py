@@ -11,11 +11,12 @@ import shlex
 import sys
 from types import ModuleType
 
-from benchmarks import cache, checkpoint, panels, retention, speed, step
+from benchmarks import cache, checkpoint, panels, retention, serve, speed, step
 
 PROG = "python -m benchmarks"
 COMMANDS: dict[str, ModuleType] = {
     "cache": cache,
+    "serve": serve,
     "speed": speed,
     "step": step,
     "retention": retention,

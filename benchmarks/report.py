@@ -29,7 +29,7 @@ def spread(values: list[float | None]) -> list[float] | None:
 def shown(value: list[float] | None, unit: str) -> str:
     if value is None:
         return "-"
-    scale, digits = {"ms": (1000, 0), "share": (100, 0), "rate": (1, 0), "count": (1, 0)}[unit]
+    scale, digits = {"ms": (1000, 0), "share": (100, 0), "rate": (1, 0), "count": (1, 0), "tenths": (1, 1)}[unit]
     middle, low, high = (f"{scale * part:.{digits}f}" for part in value)
     return middle if low == high else f"{middle} ({low}..{high})"
 

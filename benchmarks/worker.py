@@ -58,7 +58,7 @@ class Player:
         self.preempted = 0
         self.num_played = 0
         core = getattr(self.engine.engine_core, "engine_core", None)  # None: the core is another process
-        self.scheduler = getattr(core, "scheduler", None)
+        self.scheduler: Any = getattr(core, "scheduler", None)
         if self.scheduler is not None:
             self._count()
 

@@ -7,6 +7,7 @@ it, the last one looks that its whole group is gone.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -21,6 +22,9 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from benchmarks import serve
+from benchmarks.engines import SIZES
+from benchmarks.worker import Session, Turn
 from tools import demo
 from vllm_gaudi.testing.checkpoints import VOCAB_SIZE
 
@@ -298,6 +302,34 @@ def test_bench_serve(served, checkpoint, tmp_path):
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["total_output_tokens"]) == (5, 30)
     assert result["mean_ttft_ms"] > 0 and result["output_throughput"] > 0
+
+
+def test_the_benchmark_of_a_server_runs_vllms_and_a_chat(served, checkpoint, tmp_path, monkeypatch):
+    """As ``python -m benchmarks serve`` does, with six requests and a session of two turns."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    server = serve.Server(served.server.url, MODEL, checkpoint("q35_dense"))
+    load = serve.PrefixRepetition(prefix_len=32, suffix_len=8, output_len=4, num_prefixes=2, num_prompts=6)
+    bench = functools.partial(serve.prefix_repetition, load, seed=0, log=tmp_path / "log")
+    chat = functools.partial(serve.multi_turn, [Session([Turn(PROMPT[:40], 4), Turn(PROMPT[:9], 4)])])
+    for run in (bench, chat):
+        measured = serve.counted(server, run)
+        assert measured["requests/s"] > 0 and 0 < measured["ttft median"] <= measured["ttft p99"]
+    assert measured["hit"] >= 32 / (40 + 53), "the second turn did not hit"
+    assert "Serving Benchmark Result" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(("caching", "enabled"), [("on", True), ("off", False)])
+def test_the_benchmarks_server_takes_its_options_and_the_loads_fit(caching, enabled):
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    options = serve.serve_options(SIZES["tiny"], Path("/a/checkpoint"), 1234, caching)
+    given = make_arg_parser(FlexibleArgumentParser()).parse_args(options)
+    assert (given.model_tag, given.port, given.enable_prefix_caching) == ("/a/checkpoint", 1234, enabled)
+    assert (given.block_size, given.max_num_seqs, given.enforce_eager) == (32, serve.CONCURRENCY, True)
+    load = serve.PrefixRepetition.of(32)
+    assert given.max_model_len >= load.prefix_len + load.suffix_len + load.output_len
+    assert given.num_gpu_blocks_override > 40 * (3 + 3) + 5 * 8
 
 
 @pytest.mark.xfail(
