@@ -11,12 +11,14 @@ reported together, so that nobody repairs a command line one restart at a time.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_gaudi import device, envs
-from vllm_gaudi.bucketing.grid import CONFIG_KEYS
+from vllm_gaudi.bucketing.grid import CONFIG_KEYS, PREFILL_ROW_TILE
+from vllm_gaudi.bucketing.strategy import explicit
 
 SUPPORTED_ARCHITECTURES: tuple[str, ...] = (
     "Qwen3NextForCausalLM",
@@ -90,6 +92,20 @@ def _multimodal(config: Config, name: str) -> bool | None:
 
 def _additional(config: Config) -> dict[str, Any]:
     return config.additional_config if isinstance(config.additional_config, dict) else {}
+
+
+def _illegal_buckets(config: Config) -> str:
+    """What the bucket grid would say of the lists that it cannot use; the limits of an engine forbid none."""
+    found = []
+    for key in CONFIG_KEYS:
+        steps = _additional(config).get(key)
+        if steps is not None:
+            multiple = PREFILL_ROW_TILE if key == "prefill_query_buckets" else 1
+            try:
+                explicit(key, steps, multiple, sys.maxsize)
+            except ValueError as error:
+                found.append(str(error))
+    return "; ".join(found)
 
 
 def _class_path(given: str | type | None) -> str | None:
@@ -419,6 +435,11 @@ TABLE: tuple[Refusal, ...] = (
         "lazy-mode",
         lambda c: envs.get("PT_HPU_LAZY_MODE"),
         "Gaudi's lazy mode is not supported; unset PT_HPU_LAZY_MODE or set it to 0",
+    ),
+    Refusal(
+        "bucket-lists",
+        _illegal_buckets,
+        "correct or remove the bucket lists of --additional-config: {value}",
     ),
     Refusal(
         "additional-config",

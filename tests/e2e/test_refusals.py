@@ -132,6 +132,7 @@ ASKS: dict[str, tuple[Ask, ...]] = {
     "contiguous-pa": (Ask(env={"VLLM_CONTIGUOUS_PA": "true"}),),
     "defragmenter": (Ask(env={"VLLM_DEFRAG": "1"}),),
     "lazy-mode": (Ask(env={"PT_HPU_LAZY_MODE": "1"}),),
+    "bucket-lists": (Ask({"additional_config": {"decode_batch_buckets": [0, 8]}}),),
     "additional-config": (Ask({"additional_config": {"foo": 1, "decode_batch_buckets": [1, 8]}}),),
 }
 NO_ASK = {

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from vllm_gaudi import capabilities, envs
+from vllm_gaudi.bucketing.grid import CONFIG_KEYS, PREFILL_ROW_TILE, BucketGrid
 from vllm_gaudi.capabilities import SUPPORTED_ARCHITECTURES, TABLE, Refusal, Refused, refusals, refuse
 
 
@@ -118,6 +119,12 @@ CASES = [
     Case("contiguous-pa", env={"VLLM_CONTIGUOUS_PA": "1"}),
     Case("defragmenter", env={"VLLM_DEFRAG": "1"}),
     Case("lazy-mode", env={"PT_HPU_LAZY_MODE": "1"}),
+    Case(
+        "bucket-lists",
+        {"additional_config": {"prefill_query_buckets": [100], "decode_batch_buckets": [4, 0]}},
+        says="prefill_query_buckets has 100; every step must be a positive multiple of 64; decode_batch_buckets has 0",
+    ),
+    Case("bucket-lists", {"additional_config": {"decode_block_buckets": "816"}}, says="decode_block_buckets is '816'"),
     Case("additional-config", {"additional_config": {"colour": 1, "animal": 2}}, says="animal, colour"),
 ]
 IDS = [f"{case.row}-{n}" for n, case in enumerate(CASES)]
@@ -238,6 +245,24 @@ def test_a_refusal_carries_its_rows_into_another_process(config_of):
     error = pickle.loads(pickle.dumps(refused.value))
     assert list(error.sentences) == ["dtype", "lora"]
     assert str(error) == str(refused.value) and all(sentence in str(error) for sentence in error.sentences.values())
+
+
+@pytest.mark.parametrize(
+    "steps", [[1], [64], [100], [64, 128], [], [0], [-64], [1.5], ["64"], [True], 8, "64", None], ids=str
+)
+@pytest.mark.parametrize("key", CONFIG_KEYS)
+def test_a_bucket_list_is_refused_if_and_only_if_the_grid_refuses_it(config_of, key, steps):
+    def of_the_grid() -> str | None:
+        limits = {"max_query": 256, "max_batch": 8, "max_context": 512, "kernel_block": 16, "max_blocks": 400}
+        try:
+            BucketGrid(query_multiple=PREFILL_ROW_TILE, **limits, overrides={key: steps})
+        except ValueError as error:
+            return str(error)
+        return None
+
+    said, found = of_the_grid(), refusals(config_of(additional_config={key: steps}))
+    assert (said is None) == (not found)
+    assert said is None or said in found["bucket-lists"]
 
 
 # What rows read is vLLM's: an upgrade that takes an attribute away fails here, by the name of the row.
