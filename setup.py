@@ -13,8 +13,8 @@ from pathlib import Path
 
 from setuptools import setup
 
-VLLM_RELEASE = "0.30.0"
 ROOT = Path(__file__).resolve().parent
+(VLLM_RELEASE,) = re.findall(r'^VLLM_RELEASE = "(.+)"', (ROOT / "vllm_gaudi" / "__init__.py").read_text(), re.M)
 FALLBACK = f"{VLLM_RELEASE}.post1"
 
 

@@ -155,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: argparse.Namespace, rest: list[str]) -> int:
+    _require_vllm()
     compat.define_torchvision_schemas()
     from vllm_gaudi.cli import draft
 
@@ -166,9 +167,19 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> int:
 def _why(options: argparse.Namespace, rest: list[str]) -> int:
     from vllm_gaudi.cli import why
 
+    if options.model is not None:
+        _require_vllm()
     found = why.make(options)
     _print(found.as_dict(), found.as_text, options.json)
     return 0
+
+
+def _require_vllm() -> None:
+    from vllm_gaudi import unsupported_vllm
+
+    sentence = unsupported_vllm()
+    if sentence is not None:
+        raise UsageError(sentence)
 
 
 def _print(values: dict, as_text: Callable[[], str], is_json: bool) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import setup as packaging
+import vllm_gaudi
 from vllm_gaudi import capabilities, envs
 from vllm_gaudi.bucketing import grid
 
@@ -60,9 +62,8 @@ def test_every_variable_of_the_readmes_table_exists():
 
 def test_the_release_is_the_same_everywhere():
     pin = re.search(r"^vllm==(\S+)", (ROOT / "requirements" / "host.txt").read_text(), re.M)
-    release = re.search(r'^VLLM_RELEASE = "(\S+)"', (ROOT / "setup.py").read_text(), re.M)
-    assert pin is not None and release is not None
-    assert pin[1] == release[1]
+    assert pin is not None
+    assert pin[1] == vllm_gaudi.VLLM_RELEASE == packaging.VLLM_RELEASE
     assert f"vLLM {pin[1]}" in README
 
 

@@ -12,7 +12,6 @@ Ordering rule: checkpoints get their blocks when vLLM has scheduled the whole st
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -38,26 +37,6 @@ else:
     SchedulerBase = object
 
 logger = init_logger("vllm.vllm_gaudi.scheduler")
-
-_SPLIT_PARAMETERS = (
-    "self",
-    "request",
-    "num_new_tokens",
-    "num_new_local_computed_tokens",
-    "num_external_computed_tokens",
-)
-
-
-def _check_split_signature() -> None:
-    found = tuple(inspect.signature(Scheduler._mamba_block_aligned_split).parameters)
-    if found != _SPLIT_PARAMETERS:
-        raise ImportError(
-            f"vLLM's Scheduler._mamba_block_aligned_split takes {found}, the plugin is written for "
-            f"{_SPLIT_PARAMETERS}; install vllm==0.30.0 or update vllm_gaudi"
-        )
-
-
-_check_split_signature()
 
 
 def chunk_end_on_grid(start: int, end: int, prefill_end: int, chunk: int, max_tokens: int) -> int:

@@ -158,14 +158,3 @@ class TestMixin:
         for change in ({"status": RequestStatus.RUNNING}, {"skip_reading_prefix_cache": True}):
             scheduler._deferred.clear()
             assert scheduler._mamba_block_aligned_split(SimpleNamespace(**{**vars(twin), **change}), 50) == 48
-
-
-def test_another_signature_of_vllms_split_is_found_at_import(monkeypatch):
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    from vllm_gaudi.v1.core.sched import hpu_scheduler
-
-    hpu_scheduler._check_split_signature()
-    monkeypatch.setattr(Scheduler, "_mamba_block_aligned_split", lambda self, request, tokens: tokens)
-    with pytest.raises(ImportError, match="install vllm==0.30.0"):
-        hpu_scheduler._check_split_signature()
