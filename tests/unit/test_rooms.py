@@ -35,6 +35,7 @@ ROOMS = (
     Room("vllm_gaudi/", never=("vllm_gaudi.testing",)),
     Room("vllm_gaudi/__init__.py", only=("vllm_gaudi.compat", "vllm_gaudi.models"), at_once=()),
     Room("vllm_gaudi/envs.py", only=()),
+    Room("vllm_gaudi/units.py", only=()),
     Room("vllm_gaudi/capabilities.py", only=("vllm_gaudi.bucketing", "vllm_gaudi.device", "vllm_gaudi.envs")),
     Room(
         "vllm_gaudi/device.py",
@@ -76,7 +77,7 @@ ROOMS = (
     ),
     Room("vllm_gaudi/v1/core/retention.py", only=()),
     Room("vllm_gaudi/cli/__init__.py", at_once=("vllm_gaudi.compat", "vllm_gaudi.envs")),
-    Room("vllm_gaudi/cli/plan.py", only=()),
+    Room("vllm_gaudi/cli/plan.py", only=("vllm_gaudi.units",)),
     Room("vllm_gaudi/cli/why.py", never=("torch", "vllm"), at_once=("vllm_gaudi",)),
     Room("vllm_gaudi/v1/worker/", never=("vllm_gaudi.platform",)),
     Room("vllm_gaudi/v1/worker/memory.py", only=()),

@@ -19,7 +19,6 @@ from typing import Any
 
 from vllm_gaudi import capabilities
 from vllm_gaudi.cli.plan import (
-    GIB,
     Advice,
     Block,
     Boundary,
@@ -32,9 +31,10 @@ from vllm_gaudi.cli.plan import (
     Pool,
     Refusal,
     State,
-    size_of,
 )
+from vllm_gaudi.units import GIB, format_bytes
 from vllm_gaudi.v1.core.sched.block_size import MAX_KERNEL_BLOCK
+from vllm_gaudi.v1.worker.gdn_checkpoint.layout import WORD_BYTES
 from vllm_gaudi.v1.worker.memory import CARD_BYTES, conversations, per_block_layout_factor
 from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
 
@@ -286,8 +286,8 @@ class _Draft:
         if state is not None and flags.max_num_seqs > 1 and (fit is None or flags.max_num_seqs > 2 * fit.in_pool):
             holds = "" if fit is None else f", and the pool holds {fit.in_pool:,.1f} conversations of full length"
             self._notes.append(
-                f"a slot takes {size_of(state.row_bytes)}, used or not: --max-num-seqs {flags.max_num_seqs} takes "
-                f"{size_of(state.row_bytes * flags.max_num_seqs)}{holds}"
+                f"a slot takes {format_bytes(state.row_bytes)}, used or not: --max-num-seqs {flags.max_num_seqs} takes "
+                f"{format_bytes(state.row_bytes * flags.max_num_seqs)}{holds}"
             )
         asked = self._args.block_size or 0
         if asked % MAX_KERNEL_BLOCK:
@@ -332,9 +332,9 @@ def _state(drawn: Any) -> State:
     num_layers = len(caches.ssm)
     segments = () if layout is None else layout.segments
     return State(
-        conv_bytes=shape.conv_words * 4,
+        conv_bytes=shape.conv_words * WORD_BYTES,
         conv_dtype=_name(caches.conv[0].dtype),
-        ssm_bytes=shape.ssm_words * 4,
+        ssm_bytes=shape.ssm_words * WORD_BYTES,
         ssm_dtype=_name(caches.ssm[0].dtype),
         layer_bytes=shape.num_bytes,
         row_bytes=shape.num_bytes * num_layers,

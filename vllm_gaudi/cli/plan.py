@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-GIB = 2**30
+from vllm_gaudi.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,8 @@ class Plan:
 # In words
 
 
-def size_of(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= 2**27 + 2**26 else f"{num_bytes / 2**20:,.2f} MiB"
-
-
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes:,} bytes ({size_of(num_bytes)})"
+    return f"{num_bytes:,} bytes ({format_bytes(num_bytes)})"
 
 
 def _row(name: str, value: str) -> str:

@@ -23,6 +23,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from vllm_gaudi import compat, device
+from vllm_gaudi.units import format_bytes
 from vllm_gaudi.v1.core.sched.block_size import kernel_block_size
 from vllm_gaudi.v1.worker import execution
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner, load_model
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 logger = init_logger("vllm.vllm_gaudi.worker")
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 class HPUWorker(WorkerBase):
@@ -109,23 +106,23 @@ class HPUWorker(WorkerBase):
         if memory.given is not None:
             words = f"--kv-cache-memory-bytes {memory.given}"
         else:
-            words = f"--gpu-memory-utilization {memory.utilization} of {_gib(memory.total)}"
+            words = f"--gpu-memory-utilization {memory.utilization} of {format_bytes(memory.total)}"
         budget, state_bytes, available = memory.budget, memory.states, memory.available
         logger.info(
             "Memory budget %s (%s): weights %s, profile peak %s, GDN states %s, leaves %s for blocks",
-            _gib(budget),
+            format_bytes(budget),
             words,
-            _gib(taken),
-            "not measured" if peak is None else _gib(peak),
-            _gib(state_bytes),
-            _gib(max(0, available)),
+            format_bytes(taken),
+            "not measured" if peak is None else format_bytes(peak),
+            format_bytes(state_bytes),
+            format_bytes(max(0, available)),
         )
         if available <= 0:
             raise RuntimeError(
-                f"no memory is left for the block pool: {words} gives {_gib(budget)}, of which weights take "
-                f"{_gib(taken)}, the profile run {_gib(memory.peak)} and the GDN states of "
+                f"no memory is left for the block pool: {words} gives {format_bytes(budget)}, of which weights take "
+                f"{format_bytes(taken)}, the profile run {format_bytes(memory.peak)} and the GDN states of "
                 f"{self.scheduler_config.max_num_seqs} slots and {num_staging} staging rows "
-                f"{_gib(state_bytes)}; raise --gpu-memory-utilization or --kv-cache-memory-bytes, or lower "
+                f"{format_bytes(state_bytes)}; raise --gpu-memory-utilization or --kv-cache-memory-bytes, or lower "
                 "--max-num-seqs or --max-num-batched-tokens"
                 + ("" if self.mode.on_hpu else " (on a CPU host, raise VLLM_GAUDI_HOST_MEMORY_GIB)")
             )
@@ -176,11 +173,11 @@ class HPUWorker(WorkerBase):
             geometry.block_size,
             len(geometry.gdn_groups),
             geometry.num_blocks,
-            _gib(geometry.pool_bytes),
+            format_bytes(geometry.pool_bytes),
             self.scheduler_config.max_num_seqs,
             self.model_runner.step.grid.num_staging,
-            _gib(self.model_runner.step.caches.state_bytes),
-            _gib(self._weight_bytes),
+            format_bytes(self.model_runner.step.caches.state_bytes),
+            format_bytes(self._weight_bytes),
             conversations(
                 geometry.num_blocks,
                 geometry.block_size,
