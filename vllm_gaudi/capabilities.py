@@ -11,6 +11,7 @@ reported together, so that nobody repairs a command line one restart at a time.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,6 +93,26 @@ def _multimodal(config: Config, name: str) -> bool | None:
 
 def _additional(config: Config) -> dict[str, Any]:
     return config.additional_config if isinstance(config.additional_config, dict) else {}
+
+
+def rotary_positions(text_config: Any) -> int | None:
+    """Positions in the table that vLLM's ``get_rope`` makes for this Hugging Face configuration; None without one.
+
+    A scaled table may be longer than ``max_position_embeddings`` or shorter. A kind that is not known here counts as
+    unscaled, and a parameter that is missing is vLLM's to report.
+    """
+    positions = getattr(text_config, "max_position_embeddings", None)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if positions is None:
+        return None
+    kind = rope.get("rope_type", "default")
+    if kind == "yarn":
+        positions = rope.get("original_max_position_embeddings", positions)
+    if "mrope_section" in rope and kind in ("default", "yarn"):
+        positions *= 4  # room for the positions of a video
+    if kind in ("linear", "yarn"):
+        positions = math.ceil(positions * (rope.get("factor") or 1))
+    return positions
 
 
 def _illegal_buckets(config: Config) -> str:
@@ -389,6 +410,16 @@ TABLE: tuple[Refusal, ...] = (
         lambda c: _class_path(c.parallel_config.worker_cls),
         "the worker {value} does not run on this platform; remove --worker-cls",
         _is_foreign,
+    ),
+    Refusal(
+        "max-model-len",
+        lambda c: {
+            "asked": c.model_config.max_model_len,
+            "positions": rotary_positions(c.model_config.hf_text_config) or sys.maxsize,
+        },
+        "a maximum model length of {value[asked]} tokens does not fit the {value[positions]} positions of the model's "
+        "rotary embedding; pass --max-model-len {value[positions]} or less",
+        lambda tokens: tokens["asked"] > tokens["positions"],
     ),
     Refusal(
         "block-size",

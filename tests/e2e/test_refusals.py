@@ -44,6 +44,10 @@ def encoder_connector() -> Any:
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 OURS = "vllm_gaudi.v1.core.sched.hpu_scheduler.HPUScheduler"
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+LONG = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+YARN = {"max_position_embeddings": 256, "rope_parameters": {**ROPE, "rope_type": "yarn"}}
+DYNAMIC = {"max_position_embeddings": 256, "rope_parameters": {**ROPE, "rope_type": "dynamic"}}
 
 ASKS: dict[str, tuple[Ask, ...]] = {
     "architecture": (
@@ -132,6 +136,13 @@ ASKS: dict[str, tuple[Ask, ...]] = {
     "contiguous-pa": (Ask(env={"VLLM_CONTIGUOUS_PA": "true"}),),
     "defragmenter": (Ask(env={"VLLM_DEFRAG": "1"}),),
     "lazy-mode": (Ask(env={"PT_HPU_LAZY_MODE": "1"}),),
+    "max-model-len": (
+        Ask({"max_model_len": 2048, "hf_overrides": {"max_position_embeddings": 256}}, name="llama", env=LONG),
+        Ask({"max_model_len": 2048, "hf_overrides": {"max_position_embeddings": 256}}, env=LONG),
+        Ask({"max_model_len": 513, "hf_overrides": YARN}, name="qwen3", env=LONG),
+        # vLLM takes the factor for one of positions, here without the variable.
+        Ask({"max_model_len": 400, "hf_overrides": DYNAMIC}, name="qwen3"),
+    ),
     "bucket-lists": (Ask({"additional_config": {"decode_batch_buckets": [0, 8]}}),),
     "additional-config": (Ask({"additional_config": {"foo": 1, "decode_batch_buckets": [1, 8]}}),),
 }
@@ -252,6 +263,29 @@ def test_any_scheduler_serves_a_model_of_attention_alone(checkpoint, prompt):
         Subclass,
     ):
         assert served(other) == ours
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("llama", {"max_model_len": 256, "hf_overrides": {"max_position_embeddings": 256}}),
+        ("qwen3", {"max_model_len": 512, "hf_overrides": YARN}),
+        (
+            "q35_vl",
+            {
+                "max_model_len": 1024,
+                "hf_overrides": {"text_config": {"max_position_embeddings": 256}},
+                "language_model_only": True,
+            },
+        ),
+    ],
+    ids=["plain", "yarn", "three-axes"],
+)
+def test_every_position_of_the_rotary_table_is_served(name, flags, checkpoint, prompt, monkeypatch):
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    length = flags["max_model_len"]
+    with engine(checkpoint(name), **flags) as it:
+        assert len(it.generate([prompt(length - 8)], greedy(20))[0].tokens) == 8
 
 
 def test_a_watermark_is_refused_without_words_about_the_model_runner(error_of):

@@ -42,6 +42,7 @@ def _config_of(**changes: Any) -> SimpleNamespace:
             enable_return_routed_experts=False,
             return_sampling_mask=False,
             max_model_len=4096,
+            hf_text_config=SimpleNamespace(max_position_embeddings=4096, rope_parameters={"rope_type": "default"}),
             use_fp64_gumbel=False,
         ),
         cache_config=SimpleNamespace(

@@ -46,6 +46,11 @@ def offload(gib: float, group_size: int) -> SimpleNamespace:
     )
 
 
+def rotary(positions: int, **rope: Any) -> SimpleNamespace:
+    return SimpleNamespace(max_position_embeddings=positions, rope_parameters={"rope_theta": 10000.0, **rope})
+
+
+SCALED = {"factor": 2.0, "original_max_position_embeddings": 1024}
 ATTENTION_ONLY = {"model__architecture": "LlamaForCausalLM", "model__is_hybrid": False}
 FLOAT32 = {"model__dtype": torch.float32}
 OWN = "vllm_gaudi.v1.core.sched.hpu_scheduler.HPUScheduler"
@@ -113,6 +118,13 @@ CASES = [
     Case("foreign-worker", {"parallel__worker_cls": "my.Worker"}, says="my.Worker"),
     Case("block-size", {"cache__user_specified_block_size": True, "cache__block_size": 24}, says="a multiple of 16"),
     Case("block-size", {"cache__user_specified_block_size": True, "cache__block_size": 64}, says="of 128", hpu=True),
+    Case("max-model-len", {"model__max_model_len": 4097}, says="--max-model-len 4096 or less"),
+    Case("max-model-len", {"model__hf_text_config": rotary(256)}, says="256 positions"),
+    # A factor that makes the positions denser and not more.
+    Case(
+        "max-model-len", {"model__hf_text_config": rotary(2048, **SCALED, rope_type="dynamic")}, says="2048 positions"
+    ),
+    Case("max-model-len", {"model__hf_text_config": rotary(8192, **SCALED, rope_type="yarn")}, says="2048 positions"),
     Case("prefix-match-unit", {"cache__prefix_match_unit": 16}, says="units of 16 tokens"),
     Case("fine-grained-junctions", {"cache__enable_mamba_fine_grained_prefix_cache": True}),
     Case("compact-gdn", env={"VLLM_COMPACT_GDN": "0"}),
@@ -144,6 +156,10 @@ ALLOWED: list[dict[str, Any]] = [
     {"attention__backend": SimpleNamespace(name="CUSTOM")},
     {"cache__block_size": 24},  # not the user's: vLLM derives it later
     {"cache__user_specified_block_size": True, "cache__block_size": 48},
+    {"model__max_model_len": 16384, "model__hf_text_config": rotary(4096, mrope_section=[2, 1, 1])},
+    {"model__max_model_len": 2048, "model__hf_text_config": rotary(1024, **SCALED, rope_type="yarn")},
+    {"model__max_model_len": 10**9, "model__hf_text_config": SimpleNamespace()},  # no rotary embedding
+    {"model__hf_text_config": rotary(4096, rope_type="yarn", factor=None)},
     {"additional_config": {"decode_batch_buckets": [1, 2]}},
     {"scheduler__scheduler_cls": OWN},
     {"parallel__worker_cls": "vllm_gaudi.v1.worker.hpu_worker.HPUWorker"},
@@ -263,6 +279,34 @@ def test_a_bucket_list_is_refused_if_and_only_if_the_grid_refuses_it(config_of, 
     said, found = of_the_grid(), refusals(config_of(additional_config={key: steps}))
     assert (said is None) == (not found)
     assert said is None or said in found["bucket-lists"]
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "linear": {"factor": 2.0},
+    "linear-fraction": {"rope_type": "linear", "factor": 1.33},
+    "ntk": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "dynamic-alpha": {"rope_type": "dynamic", "alpha": 1000},
+    "yarn": {"factor": 4.0},
+    "yarn-fraction": {"rope_type": "yarn", "factor": 2.7},
+    "mrope": {"rope_type": "default", "mrope_section": [8, 4, 4]},
+    "mrope-yarn": {"rope_type": "yarn", "factor": 2.7, "mrope_section": [8, 4, 4], "mrope_interleaved": True},
+}
+
+
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.parametrize("name", ROPES)
+def test_the_positions_of_a_rotary_table_are_those_that_vllm_makes(name):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    rope = {"rope_type": name, "rope_theta": 10000.0, "original_max_position_embeddings": 100, **ROPES[name]}
+    with set_current_vllm_config(VllmConfig()):
+        made = get_rope(32, max_position=256, rope_parameters=rope, dtype=torch.float32)
+    config = SimpleNamespace(max_position_embeddings=256, rope_parameters=rope)
+    assert capabilities.rotary_positions(config) == made.cos_sin_cache.shape[0]
 
 
 # What rows read is vLLM's: an upgrade that takes an attribute away fails here, by the name of the row.
