@@ -40,17 +40,17 @@ test: lint unit e2e ## lint, unit and e2e: what CI runs
 
 unit: install ## fast tests of single modules
 	@echo "== unit tests"
-	@$(TEST_ENV) $(PYTHON_VENV) -m pytest tests/unit -m "$(MARKERS)" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(TEST_ENV) $(PYTHON_VENV) -m pytest tests/unit -m "$(MARKERS)" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 e2e: install ## tests through vLLM's engine
 	@echo "== end-to-end tests"
-	@$(TEST_ENV) $(PYTHON_VENV) -m pytest $(E2E) -m "$(MARKERS)" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@$(TEST_ENV) $(PYTHON_VENV) -m pytest $(E2E) -m "$(MARKERS)" -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak: install ## for hours: all of what is exhaustive, and much more of what is random, than make test has time for
 	@for tests in tests/unit $(E2E); do \
 		echo "== soak of $$tests"; \
 		$(TEST_ENV) $(PYTHON_VENV) -m pytest $$tests --soak -m "($(MARKERS)) and (soak or random or hypothesis)" \
-			-n $(WORKERS) --dist loadfile --timeout 86400 $(PYTEST_ARGS) || exit; \
+			-n $(WORKERS) --dist worksteal --timeout 86400 $(PYTEST_ARGS) || exit; \
 	done
 
 lint: install ## ruff, mypy and hadolint
