@@ -40,10 +40,10 @@ ROWS: tuple[Row, ...] = (
     Row(
         symbol="vllm.envs.environment_variables",
         symptom="a warning 'Unknown vLLM environment variable detected' for each variable of the plugin",
-        cause="vLLM validates every VLLM_* name against its own table and has no door for a plugin's names",
+        cause="vLLM validates every VLLM_* name against its own table and a plugin cannot add its names",
         versions="vLLM 0.30",
         removal="vLLM offers a registration call for a plugin's variables",
-        test="test_vllm_has_no_door_for_environment_variables",
+        test="test_vllm_takes_no_environment_variables_of_a_plugin",
     ),
     Row(
         symbol="torch.accelerator.{synchronize,empty_cache,empty_host_cache}",
@@ -69,7 +69,7 @@ ROWS: tuple[Row, ...] = (
         "constant; unlike its linear, norm, rotary and GDN layers it has no `register_oot`",
         versions="vLLM 0.30",
         removal="Attention can be registered out of tree, or calls its implementation with what it holds itself",
-        test="test_vllm_s_attention_has_no_door_and_looks_itself_up_by_name",
+        test="test_vllm_s_attention_cannot_be_registered_and_looks_itself_up_by_name",
     ),
     Row(
         symbol="SchedulerStats.waiting_lora_adapters",

@@ -114,7 +114,7 @@ def vllm_envs(monkeypatch):
     return module
 
 
-def test_vllm_has_no_door_for_environment_variables(monkeypatch, vllm_envs):
+def test_vllm_takes_no_environment_variables_of_a_plugin(monkeypatch, vllm_envs):
     monkeypatch.setenv("VLLM_GAUDI_POISON", "1")
     with pytest.raises(ValueError, match="Unknown vLLM environment variable detected: VLLM_GAUDI_POISON"):
         vllm_envs.validate_environ(hard_fail=True)
@@ -217,7 +217,7 @@ def test_dynamo_s_limit_is_below_the_ladder():
     assert config.recompile_limit <= 64
 
 
-def test_vllm_s_attention_has_no_door_and_looks_itself_up_by_name():
+def test_vllm_s_attention_cannot_be_registered_and_looks_itself_up_by_name():
     tree = ast.parse(host_file("vllm", "model_executor/layers/attention/attention.py").read_text())
     attention = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Attention")
     assert {ast.unparse(base) for base in attention.bases} == {"nn.Module", "AttentionLayerBase"}

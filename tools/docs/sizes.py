@@ -120,7 +120,7 @@ def additional_config() -> str:
         rows.append((code(key), meaning, ", ".join(str(step) for step in getattr(ladders, attribute))))
     shapes = len(ladders.all_prefill()), len(ladders.all_decode())
     return (
-        table(("key", "sizes of", "ladder without it"), rows)
+        table(("key", "sizes of", "default"), rows)
         + f"\nThe ladders are those of {QWEN35_27B.name} with `--max-model-len {DEFAULT_SERVING.max_model_len}`, "
         f"`--max-num-seqs {DEFAULT_SERVING.max_num_seqs}` and `--max-num-batched-tokens "
         f"{DEFAULT_SERVING.max_num_batched_tokens}`, in a pool large enough for all of them; they give {shapes[0]} "

@@ -42,7 +42,7 @@ def owners() -> str:
         owns = _paragraph(text, "Owns")
         if owns and not owns.startswith("nothing itself"):
             rows.append((code(path), owns, _paragraph(text, "Never") or "-"))
-    return table(("file", "owns", "never"), rows)
+    return table(("file", "owns", "never does"), rows)
 
 
 def ordering_rules() -> str:
@@ -111,7 +111,7 @@ def log_lines() -> str:
                 rows.append((node.func.attr, code(line), code(path.relative_to(ROOT))))
     for line in _store_lines():
         rows.append(("info", code(line), code("vllm_gaudi/v1/worker/gdn_checkpoint/store.py")))
-    return table(("level", "line", "from"), rows)
+    return table(("level", "line", "file"), rows)
 
 
 def _store_lines() -> Iterator[str]:

@@ -39,7 +39,7 @@ def refusals() -> str:
         asked = ", ".join(code(name) for name in _entries(row.sentence)) or "-"
         models = "hybrids" if row.hybrid_only else "all"
         rows.append((code(row.name), models, asked, _placeholders(row.sentence)))
-    return table(("row", "models", "change", "sentence"), rows)
+    return table(("name", "models", "flag to change", "sentence"), rows)
 
 
 def _entries(text: str) -> list[str]:
@@ -101,7 +101,7 @@ def host_changes() -> str:
     rows = [
         (code(row.symbol), row.symptom, row.cause, row.versions, row.removal, code(row.test)) for row in compat.ROWS
     ]
-    return table(("symbol", "without it", "why", "versions", "goes when", "test that fails then"), rows)
+    return table(("change", "without it", "cause", "versions", "removed when", "test that fails then"), rows)
 
 
 def vllm_symbols() -> str:
@@ -117,7 +117,7 @@ def vllm_symbols() -> str:
 
 
 def nightly_variables() -> str:
-    return table(("variable", "what it says"), [(code(name), doc) for name, doc in setting.VARIABLES.items()])
+    return table(("variable", "meaning"), [(code(name), doc) for name, doc in setting.VARIABLES.items()])
 
 
 def pins() -> str:
