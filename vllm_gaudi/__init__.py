@@ -82,9 +82,9 @@ def register_utils() -> None:
 
 def register_ops() -> None:
     """``vllm.general_plugins``: out-of-tree layers (mixture of experts, attention backend)."""
-    from vllm_gaudi import models
+    from vllm_gaudi import layers
 
-    models.register_layers()
+    layers.register_layers()
 
 
 def register_models() -> None:

@@ -101,7 +101,7 @@ def test_a_read_back_in_a_layer_is_seen_as_a_graph_break(
     checkpoint: Callable[..., Path], prompt: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault switch: a layer that asks for a value of a tensor."""
-    from vllm_gaudi.models.gdn_attention import HPUGatedDeltaNetAttention
+    from vllm_gaudi.layers.gdn_attention import HPUGatedDeltaNetAttention
 
     split_heads = HPUGatedDeltaNetAttention._split_heads
 

@@ -79,7 +79,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.model_executor.layers.attention.attention.Attention.forward",
-        "models.attention",
+        "layers.attention",
         parameters=("self", "query", "key", "value", "output_shape", "output_dtype"),
     ),
     Row(
@@ -92,7 +92,7 @@ ROWS: tuple[Row, ...] = (
         "distributed.hpu_communicator",
         parameters=("self", "input_"),
     ),
-    Row("vllm.forward_context.get_forward_context", "models, attention", parameters=()),
+    Row("vllm.forward_context.get_forward_context", "layers, attention", parameters=()),
     Row(
         "vllm.forward_context.set_forward_context",
         "v1.worker.graphs",
@@ -111,28 +111,28 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.model_executor.custom_op.CustomOp.forward_oot",
-        "models.norm, models.rotary",
+        "layers.norm, models.rotary",
         parameters=("self", "args", "kwargs"),
     ),
-    Row("vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase.is_monolithic", "models.moe"),
+    Row("vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase.is_monolithic", "layers.moe"),
     Row(
         "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner._encode_layer_name",
-        "models.moe",
+        "layers.moe",
         parameters=("self",),
     ),
     Row(
         "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner._forward_impl",
-        "models.moe",
+        "layers.moe",
         parameters=("self", "hidden_states", "router_logits", "shared_experts_input", "input_ids"),
     ),
     Row(
         "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner._select_forward",
-        "models.moe",
+        "layers.moe",
         parameters=("self",),
     ),
     Row(
         "vllm.model_executor.layers.fused_moe.runner.moe_runner._moe_forward",
-        "models.moe",
+        "layers.moe",
         parameters=(
             "hidden_states",
             "router_logits",
@@ -144,68 +144,68 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.__init__",
-        "models.moe",
+        "layers.moe",
         parameters=("self", "moe"),
     ),
     Row(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.apply_monolithic",
-        "models.moe",
+        "layers.moe",
         parameters=("self", "layer", "x", "router_logits", "input_ids"),
     ),
     Row(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.get_fused_moe_quant_config",
-        "models.moe",
+        "layers.moe",
         parameters=("self", "layer"),
     ),
     Row(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.process_weights_after_loading",
-        "models.moe",
+        "layers.moe",
         parameters=("self", "layer"),
     ),
     Row(
         "vllm.model_executor.layers.layernorm.GemmaRMSNorm.__init__",
-        "models.norm",
+        "layers.norm",
         parameters=("self", "hidden_size", "eps"),
     ),
     Row(
         "vllm.model_executor.layers.layernorm.RMSNorm.__init__",
-        "models.norm",
+        "layers.norm",
         parameters=("self", "hidden_size", "eps", "var_hidden_size", "has_weight", "dtype"),
     ),
     Row(
         "vllm.model_executor.layers.layernorm.RMSNorm.forward_native",
-        "models.norm",
+        "layers.norm",
         parameters=("self", "x", "residual"),
     ),
-    Row("vllm.model_executor.layers.linear.UnquantizedLinearMethod.__init__", "models.linear", parameters=("self",)),
+    Row("vllm.model_executor.layers.linear.UnquantizedLinearMethod.__init__", "layers.linear", parameters=("self",)),
     Row(
         "vllm.model_executor.layers.linear.UnquantizedLinearMethod.apply",
-        "models.linear",
+        "layers.linear",
         parameters=("self", "layer", "x", "bias"),
     ),
     Row(
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention.__init__",
-        "models.gdn_attention",
+        "layers.gdn_attention",
         parameters=("self", "config", "vllm_config", "prefix", "gqa_interleaved_layout", "reduce_results"),
     ),
     Row(
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention._output_projection",
-        "models.gdn_attention",
+        "layers.gdn_attention",
         parameters=("self", "core_attn_out", "z"),
     ),
     Row(
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention.fix_query_key_value_ordering",
-        "models.gdn_attention",
+        "layers.gdn_attention",
         parameters=("self", "mixed_qkvz", "mixed_ba"),
     ),
     Row(
         "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention.split_ba",
-        "models.gdn_attention",
+        "layers.gdn_attention",
         parameters=("self", "ba"),
     ),
     Row(
         "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding.__init__",
-        "models.rotary",
+        "layers.rotary",
         parameters=(
             "self",
             "head_size",
@@ -219,12 +219,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbeddingBase._match_cos_sin_cache_dtype",
-        "models.rotary",
+        "layers.rotary",
         parameters=("self", "query"),
     ),
     Row(
         "vllm.model_executor.layers.rotary_embedding.mrope.MRotaryEmbedding.__init__",
-        "models.rotary",
+        "layers.rotary",
         parameters=(
             "self",
             "head_size",
@@ -246,7 +246,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod.apply",
-        "models.linear",
+        "layers.linear",
         parameters=("self", "layer", "x", "bias"),
     ),
     Row("vllm.model_executor.model_loader.get_model_loader", "v1.worker.hpu_model_runner", parameters=("load_config",)),

@@ -33,7 +33,7 @@ class Room:
 
 ROOMS = (
     Room("vllm_gaudi/", never=("vllm_gaudi.testing",)),
-    Room("vllm_gaudi/__init__.py", only=("vllm_gaudi.compat", "vllm_gaudi.models"), at_once=()),
+    Room("vllm_gaudi/__init__.py", only=("vllm_gaudi.compat", "vllm_gaudi.layers"), at_once=()),
     Room("vllm_gaudi/envs.py", only=()),
     Room("vllm_gaudi/units.py", only=()),
     Room("vllm_gaudi/capabilities.py", only=("vllm_gaudi.bucketing", "vllm_gaudi.device", "vllm_gaudi.envs")),
@@ -45,7 +45,7 @@ ROOMS = (
     Room("vllm_gaudi/compat.py", only=("torch", "vllm", "vllm_gaudi.envs", "vllm_gaudi.device"), at_once=()),
     Room(
         "vllm_gaudi/platform.py",
-        never=("vllm_gaudi.v1", "vllm_gaudi.ops", "vllm_gaudi.models", "vllm_gaudi.distributed"),
+        never=("vllm_gaudi.v1", "vllm_gaudi.ops", "vllm_gaudi.layers", "vllm_gaudi.distributed"),
         at_once=(
             "torch",
             "vllm.logger",
@@ -59,9 +59,9 @@ ROOMS = (
     Room("vllm_gaudi/bucketing/", only=("vllm_gaudi.bucketing",)),
     Room("vllm_gaudi/ops/", only=("torch", "vllm_gaudi.device", "vllm_gaudi.ops")),
     Room("vllm_gaudi/attention/metadata.py", only=("torch", "vllm_gaudi.ops.linear")),
-    Room("vllm_gaudi/attention/", never=("vllm_gaudi.v1", "vllm_gaudi.models", "vllm_gaudi.platform")),
-    Room("vllm_gaudi/models/", never=("vllm_gaudi.v1", "vllm_gaudi.platform")),
-    Room("vllm_gaudi/models/__init__.py", at_once=()),
+    Room("vllm_gaudi/attention/", never=("vllm_gaudi.v1", "vllm_gaudi.layers", "vllm_gaudi.platform")),
+    Room("vllm_gaudi/layers/", never=("vllm_gaudi.v1", "vllm_gaudi.platform")),
+    Room("vllm_gaudi/layers/__init__.py", at_once=()),
     Room("vllm_gaudi/distributed/", never=("vllm_gaudi",)),
     Room(
         "vllm_gaudi/v1/core/",
@@ -70,7 +70,7 @@ ROOMS = (
             "vllm.v1.worker",
             "vllm_gaudi.v1.worker",
             "vllm_gaudi.ops",
-            "vllm_gaudi.models",
+            "vllm_gaudi.layers",
             "vllm_gaudi.attention",
             "vllm_gaudi.device",
         ),
@@ -99,7 +99,7 @@ ENVIRONMENT_READER = "vllm_gaudi/envs.py"
 BRIDGE_IMPORTER = "vllm_gaudi/device.py"
 HOST_CHANGER = "vllm_gaudi/compat.py"
 MODE_CHOOSERS = ("vllm_gaudi/v1/worker/execution.py", "vllm_gaudi/ops/registry.py")
-MODE_READERS = ("vllm_gaudi/v1/worker/", "vllm_gaudi/ops/", "vllm_gaudi/models/")
+MODE_READERS = ("vllm_gaudi/v1/worker/", "vllm_gaudi/ops/", "vllm_gaudi/layers/")
 HOSTS = ("vllm", "torch", "transformers", "habana_frameworks")
 ENVIRONMENT = ("environ", "environb", "getenv", "putenv", "unsetenv")
 FILLERS = ("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "index_fill_", "pad")
@@ -318,7 +318,7 @@ PLANTED = (
     ("vllm_gaudi/capabilities.py", "def f():\n    import vllm.envs", "imports vllm.envs"),
     ("vllm_gaudi/envs.py", "import torch", "imports torch"),
     ("vllm_gaudi/device.py", "import torch", "imports torch outside a function"),
-    ("vllm_gaudi/__init__.py", "from vllm_gaudi import models", "outside a function"),
+    ("vllm_gaudi/__init__.py", "from vllm_gaudi import layers", "outside a function"),
     ("vllm_gaudi/compat.py", "import torch", "outside a function"),
     ("vllm_gaudi/v1/core/sched/x.py", "import torch.nn.functional", "never does"),
     ("vllm_gaudi/v1/core/sched/x.py", "def f():\n    from vllm_gaudi.v1.worker.slots import SlotPool", "never does"),
@@ -331,8 +331,8 @@ PLANTED = (
         "name it by a dotted string",
     ),
     ("vllm_gaudi/attention/x.py", "from vllm_gaudi.v1.worker import inputs", "never does"),
-    ("vllm_gaudi/models/x.py", "from vllm_gaudi.v1.worker.kv_cache import KVCaches", "never does"),
-    ("vllm_gaudi/models/__init__.py", "from vllm_gaudi.models import moe", "outside a function"),
+    ("vllm_gaudi/layers/x.py", "from vllm_gaudi.v1.worker.kv_cache import KVCaches", "never does"),
+    ("vllm_gaudi/layers/__init__.py", "from vllm_gaudi.layers import moe", "outside a function"),
     ("vllm_gaudi/v1/worker/gdn_checkpoint/plan.py", "import torch", "imports torch"),
     ("vllm_gaudi/v1/worker/gdn_checkpoint/layout.py", "from vllm.v1 import kv_cache_interface", "imports vllm.v1"),
     ("vllm_gaudi/v1/worker/requests.py", "import torch", "imports torch"),
@@ -345,7 +345,7 @@ PLANTED = (
     ("vllm_gaudi/cli/why.py", "def f():\n    import torch", "never does"),
     ("vllm_gaudi/v1/worker/x.py", "def f():\n    return device.is_hpu()", "calls device.is_hpu"),
     ("vllm_gaudi/ops/x.py", "def f():\n    return is_hpu()", "calls is_hpu"),
-    ("vllm_gaudi/models/x.py", 'def f():\n    return envs.get("A")', "calls envs.get"),
+    ("vllm_gaudi/layers/x.py", 'def f():\n    return envs.get("A")', "calls envs.get"),
     ("vllm_gaudi/platform.py", 'import os\nX = os.environ.get("A")', "uses os.environ"),
     ("vllm_gaudi/v1/worker/x.py", 'import os\ndef f():\n    os.environ["A"] = "1"', "uses os.environ"),
     ("vllm_gaudi/v1/worker/x.py", 'import os\nX = os.getenv("A")', "uses os.getenv"),
@@ -359,14 +359,14 @@ PLANTED = (
         "changes torch.",
     ),
     (
-        "vllm_gaudi/models/x.py",
+        "vllm_gaudi/layers/x.py",
         "from vllm.v1.core.sched.scheduler import Scheduler\nScheduler.schedule = None",
         "changes Scheduler",
     ),
-    ("vllm_gaudi/models/x.py", "from vllm import envs\nenvs.environment_variables['A'] = None", "changes envs."),
-    ("vllm_gaudi/models/x.py", "import vllm.envs as e\nsetattr(e, 'A', 1)", "changes e"),
-    ("vllm_gaudi/models/x.py", "import torch\ndel torch.hpu", "changes torch"),
-    ("vllm_gaudi/models/x.py", "import torch\n(torch.a, b), c = f()", "changes torch"),
+    ("vllm_gaudi/layers/x.py", "from vllm import envs\nenvs.environment_variables['A'] = None", "changes envs."),
+    ("vllm_gaudi/layers/x.py", "import vllm.envs as e\nsetattr(e, 'A', 1)", "changes e"),
+    ("vllm_gaudi/layers/x.py", "import torch\ndel torch.hpu", "changes torch"),
+    ("vllm_gaudi/layers/x.py", "import torch\n(torch.a, b), c = f()", "changes torch"),
     ("vllm_gaudi/v1/worker/x.py", "import numpy as np\nX = np.full(3, -1)", "fills with -1"),
     ("vllm_gaudi/ops/x.py", "def f(t):\n    return t.masked_fill_(t > 0, -1)", "fills with -1"),
     ("vllm_gaudi/ops/x.py", "import torch\nX = torch.nn.functional.pad(t, (0, 1), value=-1)", "fills with -1"),
@@ -400,8 +400,8 @@ def test_a_planted_bare_file_is_found(path, source, said):
         ("vllm_gaudi/envs.py", "import os\nX = os.environ"),
         ("vllm_gaudi/device.py", "def f():\n    import habana_frameworks.torch"),
         ("vllm_gaudi/compat.py", "def f():\n    import torch\n    torch.accelerator.synchronize = None"),
-        ("vllm_gaudi/models/x.py", "import torch\ndef f(layer):\n    layer.weight = torch.zeros(1)"),
-        ("vllm_gaudi/models/x.py", "import torch\nX = torch.zeros(3).reshape(-1)"),
+        ("vllm_gaudi/layers/x.py", "import torch\ndef f(layer):\n    layer.weight = torch.zeros(1)"),
+        ("vllm_gaudi/layers/x.py", "import torch\nX = torch.zeros(3).reshape(-1)"),
         ("vllm_gaudi/platform.py", "def f():\n    from vllm.config import CompilationMode"),
         (
             "vllm_gaudi/v1/worker/requests.py",

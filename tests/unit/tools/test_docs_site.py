@@ -31,7 +31,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 THEIRS = {
     "vllm_gaudi/ops/hpu_gdn_pytorch.py",
     "vllm_gaudi/ops/causal_conv1d_pytorch.py",
-    "vllm_gaudi/models/qwen3_5.py",
+    "vllm_gaudi/layers/qwen3_5.py",
 }
 OF_PIP = {"--no-deps", "--no-build-isolation", "--no-binary"}
 OF_MKDOCS = {"--strict"}

@@ -32,8 +32,8 @@ from vllm_gaudi.bucketing.grid import (
     RowTiles,
     decode_batch_buckets,
 )
-from vllm_gaudi.models.attention import install_attention
-from vllm_gaudi.models.linear import install_row_tiles
+from vllm_gaudi.layers.attention import install_attention
+from vllm_gaudi.layers.linear import install_row_tiles
 from vllm_gaudi.v1.core.gdn_checkpoint import GDNCheckpointSpec
 from vllm_gaudi.v1.core.sched.block_size import check_groups
 from vllm_gaudi.v1.worker.execution import ExecutionMode

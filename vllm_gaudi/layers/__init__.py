@@ -12,8 +12,8 @@ def register_layers() -> None:
     if _registered:
         return
     _registered = True
-    from vllm_gaudi.models import gdn_attention, moe, rotary  # noqa: F401  (importing them registers them)
+    from vllm_gaudi.layers import gdn_attention, moe, rotary  # noqa: F401  (importing them registers them)
     from vllm_gaudi.ops.registry import variant
 
     if variant() == "hpu":
-        from vllm_gaudi.models import norm  # noqa: F401
+        from vllm_gaudi.layers import norm  # noqa: F401

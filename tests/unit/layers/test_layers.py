@@ -27,7 +27,7 @@ CHUNK = 4
 def registered():
     import vllm  # noqa: F401
 
-    from vllm_gaudi.models import register_layers
+    from vllm_gaudi.layers import register_layers
 
     register_layers()
     register_layers()
@@ -39,8 +39,8 @@ def test_vllm_builds_our_classes_for_its_own():
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
-    from vllm_gaudi.models.gdn_attention import HPUGatedDeltaNetAttention
-    from vllm_gaudi.models.moe import HPUMoERunner, HPUUnquantizedFusedMoEMethod
+    from vllm_gaudi.layers.gdn_attention import HPUGatedDeltaNetAttention
+    from vllm_gaudi.layers.moe import HPUMoERunner, HPUUnquantizedFusedMoEMethod
 
     assert HPUGatedDeltaNetAttention.__mro__[1] is QwenGatedDeltaNetAttention
     assert type(QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)) is HPUGatedDeltaNetAttention
@@ -52,7 +52,7 @@ def test_vllm_builds_our_classes_for_its_own():
 @pytest.fixture
 def layer():
     """A GDN layer with random weights of its own (not vLLM's projections) and states that are NaN but for ZERO."""
-    from vllm_gaudi.models.gdn_attention import HPUGatedDeltaNetAttention
+    from vllm_gaudi.layers.gdn_attention import HPUGatedDeltaNetAttention
 
     torch.manual_seed(0)
     layer = object.__new__(HPUGatedDeltaNetAttention)
@@ -159,7 +159,7 @@ class TestGdnCore:
 class TestExperts:
     @pytest.fixture
     def method(self, monkeypatch):
-        from vllm_gaudi.models import moe
+        from vllm_gaudi.layers import moe
 
         monkeypatch.setattr(moe.UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda self, layer: None)
         method = object.__new__(moe.HPUUnquantizedFusedMoEMethod)
@@ -231,7 +231,7 @@ class TestExperts:
         assert method.moe_quant_config is not None
 
     def test_the_runner_calls_the_experts_itself_and_its_name_is_in_no_graph(self):
-        from vllm_gaudi.models.moe import HPUMoERunner
+        from vllm_gaudi.layers.moe import HPUMoERunner
 
         runner = object.__new__(HPUMoERunner)
         torch.nn.Module.__init__(runner)
@@ -260,7 +260,7 @@ class TestRowTiles:
 
     @pytest.mark.parametrize("tile", [0, 16])
     def test_linear_weights_are_laid_out_and_packed_where_asked_and_no_convolution(self, model, tile):
-        from vllm_gaudi.models.linear import RowTiledLinearMethod, install_row_tiles
+        from vllm_gaudi.layers.linear import RowTiledLinearMethod, install_row_tiles
 
         before = {name: module.weight.clone() for name, module in model.items()}
         assert install_row_tiles(model, tile, 16) == 2

@@ -21,7 +21,7 @@ if device.is_hpu():
     device.device_type = lambda: "cpu"
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm_gaudi.models import register_layers
+from vllm_gaudi.layers import register_layers
 
 register_layers()
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -185,7 +185,7 @@ def rotary_layer(section, is_interleaved, dtype):
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding
 
-    from vllm_gaudi.models import register_layers
+    from vllm_gaudi.layers import register_layers
 
     register_layers()
     torch.manual_seed(2)
