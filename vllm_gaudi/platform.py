@@ -28,7 +28,7 @@ ATTENTION_BACKEND = "vllm_gaudi.attention.backend.HPUAttentionBackend"
 WORKER = "vllm_gaudi.v1.worker.hpu_worker.HPUWorker"
 SCHEDULER = "vllm_gaudi.v1.core.sched.hpu_scheduler.HPUScheduler"
 ASYNC_SCHEDULER = "vllm_gaudi.v1.core.sched.hpu_async_scheduler.HPUAsyncScheduler"
-KV_CACHE_MANAGER = "vllm_gaudi.v1.core.gdn_checkpoint.GDNCheckpointManager"
+KV_CACHE_MANAGER = "vllm_gaudi.v1.core.checkpoint_ledger.GDNCheckpointManager"
 COMMUNICATOR = "vllm_gaudi.distributed.hpu_communicator.HpuCommunicator"
 
 

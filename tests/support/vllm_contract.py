@@ -339,7 +339,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.v1.core.block_pool.BlockPool.cache_full_blocks",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         parameters=(
             "self",
             "request",
@@ -351,18 +351,24 @@ ROWS: tuple[Row, ...] = (
             "block_mask",
         ),
     ),
-    Row("vllm.v1.core.block_pool.BlockPool.evict_blocks", "v1.core.gdn_checkpoint", parameters=("self", "block_ids")),
     Row(
-        "vllm.v1.core.block_pool.BlockPool.free_blocks", "v1.core.gdn_checkpoint", parameters=("self", "ordered_blocks")
+        "vllm.v1.core.block_pool.BlockPool.evict_blocks", "v1.core.checkpoint_ledger", parameters=("self", "block_ids")
     ),
     Row(
-        "vllm.v1.core.block_pool.BlockPool.get_new_blocks", "v1.core.gdn_checkpoint", parameters=("self", "num_blocks")
+        "vllm.v1.core.block_pool.BlockPool.free_blocks",
+        "v1.core.checkpoint_ledger",
+        parameters=("self", "ordered_blocks"),
     ),
-    Row("vllm.v1.core.block_pool.BlockPool.get_num_free_blocks", "v1.core.gdn_checkpoint", parameters=("self",)),
-    Row("vllm.v1.core.block_pool.BlockPool.touch", "v1.core.gdn_checkpoint", parameters=("self", "blocks")),
+    Row(
+        "vllm.v1.core.block_pool.BlockPool.get_new_blocks",
+        "v1.core.checkpoint_ledger",
+        parameters=("self", "num_blocks"),
+    ),
+    Row("vllm.v1.core.block_pool.BlockPool.get_num_free_blocks", "v1.core.checkpoint_ledger", parameters=("self",)),
+    Row("vllm.v1.core.block_pool.BlockPool.touch", "v1.core.checkpoint_ledger", parameters=("self", "blocks")),
     Row(
         "vllm.v1.core.block_pool.BlockPool.unpin_blocks",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         parameters=("self", "blocks", "on_reuse"),
     ),
     Row(
@@ -403,22 +409,22 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.v1.core.single_type_kv_cache_manager.MambaManager.__init__",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         parameters=("self", "kv_cache_spec", "block_pool", "kwargs"),
     ),
     Row(
         "vllm.v1.core.single_type_kv_cache_manager.MambaManager.allocate_new_blocks",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         parameters=("self", "request_id", "num_tokens", "num_tokens_main_model"),
     ),
     Row(
         "vllm.v1.core.single_type_kv_cache_manager.MambaManager.cache_blocks",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         parameters=("self", "request", "num_tokens", "retention_interval", "replay_boundaries"),
     ),
     Row(
         "vllm.v1.core.single_type_kv_cache_manager.MambaManager.find_longest_cache_hit",
-        "v1.core.gdn_checkpoint (inherited)",
+        "v1.core.checkpoint_ledger (inherited)",
         parameters=(
             "cls",
             "block_hashes",
@@ -434,7 +440,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.v1.core.single_type_kv_cache_manager.MambaManager.get_num_blocks_to_allocate",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         parameters=(
             "self",
             "request_id",
@@ -448,12 +454,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.v1.core.single_type_kv_cache_manager.MambaManager.pop_blocks_for_free",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         parameters=("self", "request_id"),
     ),
     Row(
         "vllm.v1.core.single_type_kv_cache_manager.MambaManager.reachable_block_mask",
-        "v1.core.gdn_checkpoint (its rule is ours to follow)",
+        "v1.core.checkpoint_ledger (its rule is ours to follow)",
         parameters=(
             "cls",
             "start_block",
@@ -469,17 +475,17 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.v1.core.single_type_kv_cache_manager.MambaManager.remove_skipped_blocks",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         parameters=("self", "request_id", "processed_computed_tokens", "num_prompt_tokens"),
     ),
     Row(
         "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager._get_num_evictable_blocks",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         parameters=("cls", "blocks"),
     ),
     Row(
         "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager.add_local_computed_blocks",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         parameters=(
             "self",
             "request_id",
@@ -490,7 +496,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.v1.kv_cache_interface.MambaSpec.__init__",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         parameters=(
             "self",
             "block_size",
@@ -509,12 +515,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.v1.kv_cache_interface.MambaSpec.max_memory_usage_bytes",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         parameters=("self", "vllm_config"),
     ),
     Row(
         "vllm.v1.kv_cache_spec_registry.KVCacheSpecRegistry.register",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         parameters=("cls", "kvcache_spec_cls", "manager_class", "uniform_type_base_spec"),
     ),
     Row(
@@ -622,7 +628,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.v1.core.kv_cache_utils.KVCacheBlock",
-        "v1.core.gdn_checkpoint",
+        "v1.core.checkpoint_ledger",
         fields=("block_id", "ref_cnt", "prev_free_block", "next_free_block", "is_null"),
     ),
     Row(
@@ -669,7 +675,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.v1.kv_cache_interface.MambaSpec",
-        "v1.core.gdn_checkpoint, v1.core.sched.block_size",
+        "v1.core.checkpoint_ledger, v1.core.sched.block_size",
         fields=(
             "shapes",
             "dtypes",

@@ -12,8 +12,8 @@ from tests.unit.ops.oracles import VARIANTS
 from vllm_gaudi.ops.registry import resolve
 
 ROOT = Path(vllm_gaudi.ops.__file__).parent
-# gdn_checkpoint.py moves bytes outside compiled graphs, by host-known rows, and has its own rules.
-SOURCES = sorted(path for path in ROOT.rglob("*.py") if path.name != "gdn_checkpoint.py")
+# row_copy.py moves bytes outside compiled graphs, by host-known rows, and has its own rules.
+SOURCES = sorted(path for path in ROOT.rglob("*.py") if path.name != "row_copy.py")
 
 DATA_DEPENDENT = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "masked_scatter"}
 HOST_READS = {"item", "tolist", "numpy", "cpu", "is_nonzero", "equal", "allclose"}

@@ -34,7 +34,7 @@ from vllm_gaudi.bucketing.grid import (
 )
 from vllm_gaudi.layers.attention import install_attention
 from vllm_gaudi.layers.linear import install_row_tiles
-from vllm_gaudi.v1.core.gdn_checkpoint import GDNCheckpointSpec
+from vllm_gaudi.v1.core.checkpoint_ledger import GDNCheckpointSpec
 from vllm_gaudi.v1.core.sched.block_size import check_groups
 from vllm_gaudi.v1.worker.execution import ExecutionMode
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import make_layout

@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from vllm_gaudi.v1.core.gdn_checkpoint import CheckpointLedger, Crossing, GDNCheckpointManager
+from vllm_gaudi.v1.core.checkpoint_ledger import CheckpointLedger, Crossing, GDNCheckpointManager
 from vllm_gaudi.v1.core.sched.block_size import (
     attention_block_size,
     check_groups,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vllm_gaudi import device
-from vllm_gaudi.ops.gdn_checkpoint import copy_rows_, zero_rows_
+from vllm_gaudi.ops.row_copy import copy_rows_, zero_rows_
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import CheckpointLayout
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import CheckpointPlan, RowCopies
 

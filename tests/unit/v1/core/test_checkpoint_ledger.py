@@ -22,7 +22,7 @@ class Bench:
     def __init__(self, num_blocks: int, retention: int | None = 0):
         from vllm.v1.core.block_pool import BlockPool
 
-        from vllm_gaudi.v1.core.gdn_checkpoint import CheckpointLedger
+        from vllm_gaudi.v1.core.checkpoint_ledger import CheckpointLedger
 
         self.pool = BlockPool(num_blocks, enable_caching=True, hash_block_size=B)
         self.ledger = CheckpointLedger(self.pool, GROUPS, B, retention)
@@ -39,7 +39,7 @@ class Bench:
         )
 
     def take(self, *crossings) -> dict:
-        from vllm_gaudi.v1.core.gdn_checkpoint import Crossing
+        from vllm_gaudi.v1.core.checkpoint_ledger import Crossing
 
         self.ledger.start_pass()
         return self.ledger.take([Crossing(*crossing) for crossing in crossings])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_gaudi.ops.gdn_checkpoint import _copy_rows_hpu, _zero_rows_hpu, copy_rows_, zero_rows_
+from vllm_gaudi.ops.row_copy import _copy_rows_hpu, _zero_rows_hpu, copy_rows_, zero_rows_
 
 # Quiet and signalling NaNs with payloads, infinities, minus zero, denormals: what arithmetic would change.
 SPECIAL_WORDS = (0x7FC00001, 0x7F800001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x80000000, 0x00000001, 0x807FFFFF)
