@@ -482,7 +482,7 @@ def test_a_victim_of_the_pass_that_has_scheduled_it_resumes_from_what_has_run(ch
 
         def watched_apply(output: Any) -> Any:
             step = apply(output)
-            admitted.extend(step.num_computed[step.admitted].tolist())
+            admitted.extend(step.num_computed_tokens[step.admitted].tolist())
             return step
 
         opened.runner.step.requests.apply = watched_apply

@@ -56,7 +56,10 @@ class Seen:
             table = tuple(attn.prefill.block_table.shape)
             assert table[0] == attn.batch and attn.slot_mapping.shape == (rows,)
             assert (
-                attn.prefill.query_start.shape == attn.prefill.lengths.shape == attn.state_read.shape == (attn.batch,)
+                attn.prefill.num_computed_tokens.shape
+                == attn.prefill.lengths.shape
+                == attn.state_read.shape
+                == (attn.batch,)
             )
             kept = 0 if attn.kept is None else len(attn.kept.state_write)
             assert attn.kept is None or attn.kept.first.shape == (attn.batch,)

@@ -54,7 +54,7 @@ class SymbolicEngine:
         def applied(output: Any) -> Any:
             step = apply(output)
             for req_id, end, start, admitted in zip(
-                step.req_ids, step.end, step.num_computed, step.admitted, strict=True
+                step.req_ids, step.end, step.num_computed_tokens, step.admitted, strict=True
             ):
                 self.live[self._name(req_id)].end = int(end)
                 self.num_restores += bool(admitted and start)

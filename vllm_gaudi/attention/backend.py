@@ -98,7 +98,7 @@ class HPUAttentionImpl(AttentionImpl):
         """
         meta = attn_metadata
         rows = meta.num_rows
-        hints = {} if meta.hints is None else {"query_start_range": meta.hints.query_start_range}
+        hints = {} if meta.hints is None else {"num_computed_range": meta.hints.num_computed_range}
         k_cache, v_cache = kv_cache
         self._ops.insert_kv(k_cache, v_cache, key[:rows], value[:rows], meta.slot_mapping)
         if meta.prefill is not None:
@@ -107,7 +107,7 @@ class HPUAttentionImpl(AttentionImpl):
                 k_cache,
                 v_cache,
                 meta.prefill.block_table,
-                meta.prefill.query_start,
+                meta.prefill.num_computed_tokens,
                 self.scale,
                 kernel_block=meta.kernel_block,
                 **hints,

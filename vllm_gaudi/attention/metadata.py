@@ -17,10 +17,10 @@ from vllm_gaudi.ops.linear import GemmRows
 
 @dataclass(frozen=True)
 class PrefillAttention:
-    """Each of N sequences runs ``query`` token rows that start at ``query_start``."""
+    """Each of N sequences runs ``query`` token rows that start at ``num_computed_tokens``."""
 
     block_table: torch.Tensor  # [N, M] int32: kernel block ids of the context, pads = the spare block
-    query_start: torch.Tensor  # [N] int32: tokens before the first row
+    num_computed_tokens: torch.Tensor  # [N] int32: tokens before the first row
     lengths: torch.Tensor  # [N] int32: rows that are real; 0 for a pad sequence
 
 
@@ -47,7 +47,7 @@ class DecodeAttention:
 class HostHints:
     """What layers of a host may take a shorter way with: the step in plain numbers, without padding."""
 
-    query_start_range: tuple[int, int]  # least and largest number of tokens before a sequence's first row
+    num_computed_range: tuple[int, int]  # least and largest number of tokens before a sequence's first row
     state_indices: tuple[int, ...]  # GDN state row of each real sequence
 
 

@@ -129,7 +129,7 @@ class TestForward:
     def test_keys_and_values_of_all_rows_are_in_the_cache_before_any_row_attends(self, backend):
         impl, log = backend.HPUAttentionImpl(HEADS, HEAD, 0.5, KV_HEADS), []
 
-        def attend(query, *_, kernel_block, query_start_range=None):
+        def attend(query, *_, kernel_block, num_computed_range=None):
             assert kernel_block == KERNEL
             log.append("attend")
             return query

@@ -144,9 +144,9 @@ def test_steps_that_no_query_sees_are_left_out_without_a_trace(
     pages = Pages(kernel_block, kv_heads, dim, [start + 130 for start in starts])
     q, table = torch.randn(2, 130, heads, dim), pages.table([0, 1], -(-400 // kernel_block))
     want, all_steps = pages.prefill(q, table, lengths_of(*starts), tile_tokens=tile), len(steps)
-    for query_start_range in ((min(starts), max(starts)), (0, max(starts)), (min(starts) // 2, max(starts) + 77)):
+    for num_computed_range in ((min(starts), max(starts)), (0, max(starts)), (min(starts) // 2, max(starts) + 77)):
         steps.clear()
-        got = pages.prefill(q, table, lengths_of(*starts), tile_tokens=tile, query_start_range=query_start_range)
+        got = pages.prefill(q, table, lengths_of(*starts), tile_tokens=tile, num_computed_range=num_computed_range)
         assert torch.equal(got, want)
         assert len(steps) < all_steps
 

@@ -44,7 +44,8 @@ class PagedPrefillAttention(Protocol):
     q            [N, Q, H, D]  H a multiple of Hkv; query head h reads kv head h // (H // Hkv)
     caches       see the module docstring; only read, finite wherever the table points
     block_table  [N, M] int32  kernel block ids by position, pads = the spare block
-    query_start  [N] int32     position (tokens) of q[:, 0], >= 0; query i sees key position j iff j <= query_start + i
+    num_computed_tokens  [N] int32  position (tokens) of q[:, 0], >= 0; query i sees key position j iff j is at most
+                 num_computed_tokens + i
     scale        factor on the scores
     kernel_block tokens of a kernel block
 
@@ -58,7 +59,7 @@ class PagedPrefillAttention(Protocol):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         block_table: torch.Tensor,
-        query_start: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
         scale: float,
         *,
         kernel_block: int,

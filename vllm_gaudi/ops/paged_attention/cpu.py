@@ -43,18 +43,18 @@ def paged_prefill_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_table: torch.Tensor,
-    query_start: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
     scale: float,
     *,
     kernel_block: int,
     tile_tokens: int = 256,
-    query_start_range: tuple[int, int] | None = None,
+    num_computed_range: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """`PagedPrefillAttention`. A query's bits depend neither on N, Q and M, nor on how the sequence was split.
 
-    tile_tokens        context tokens per online-softmax step; equal in all calls that must agree bitwise
-    query_start_range  the least and the largest of query_start; with it, steps that no query sees are left out, and
-                       those that every query sees have no mask, which changes no bit. None: not known
+    tile_tokens         context tokens per online-softmax step; equal in all calls that must agree bitwise
+    num_computed_range  the least and the largest of num_computed_tokens; with it, steps that no query sees are left
+                        out, and those that every query sees have no mask, which changes no bit. None: not known
     """
     batch, num_queries, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
@@ -67,11 +67,11 @@ def paged_prefill_attention(
     query = query.view(batch, num_tiles, QUERY_TILE, kv_heads, -1, dim).permute(1, 0, 3, 2, 4, 5)
     query = query.reshape(num_tiles, batch * kv_heads, rows_per_gemm, dim)
     offset = torch.arange(num_tiles * QUERY_TILE, dtype=torch.int32, device=q.device)
-    sees = (query_start.int()[:, None] + offset).view(batch, num_tiles, QUERY_TILE).transpose(0, 1)
+    sees = (num_computed_tokens.int()[:, None] + offset).view(batch, num_tiles, QUERY_TILE).transpose(0, 1)
     sees = sees[:, :, None, :, None].expand(-1, -1, kv_heads, -1, heads // kv_heads)
     sees = sees.reshape(num_tiles, batch * kv_heads, rows_per_gemm, 1)
 
-    first, last = query_start_range or (-1 - tile_tokens * num_tiles, table_tokens)
+    first, last = num_computed_range or (-1 - tile_tokens * num_tiles, table_tokens)
     running: list[_Softmax | None] = [None] * num_tiles
     for start in range(0, table_tokens, tile_tokens):
         if start >= last + num_tiles * QUERY_TILE:

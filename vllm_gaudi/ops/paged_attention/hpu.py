@@ -33,7 +33,7 @@ def paged_prefill_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_table: torch.Tensor,
-    query_start: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
     scale: float,
     *,
     kernel_block: int,
@@ -48,7 +48,7 @@ def paged_prefill_attention(
     parts = []
     for start in range(0, num_queries, rows):
         query = q[:, start : start + rows].transpose(1, 2).contiguous()
-        bias = visibility_bias(query_start + start, query.shape[2], key.shape[2], q.dtype)
+        bias = visibility_bias(num_computed_tokens + start, query.shape[2], key.shape[2], q.dtype)
         # query, key, value, bias, dropout, causal, scale, softmax mode, recompute, valid lengths, padding side
         parts.append(sdpa.apply(query, key, value, bias, 0.0, False, scale, "fp32", True, None, "right"))
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
@@ -110,9 +110,11 @@ def gather_context(cache: torch.Tensor, block_table: torch.Tensor, heads: int, k
     return rows.transpose(1, 2).repeat_interleave(heads // cache.shape[1], dim=1)
 
 
-def visibility_bias(query_start: torch.Tensor, queries: int, context: int, dtype: torch.dtype) -> torch.Tensor:
-    """[N, 1, queries, context]: 0 where key position j <= query_start + i, -inf elsewhere."""
-    position = torch.arange(context, dtype=torch.int32, device=query_start.device)
-    query = query_start.int()[:, None] + torch.arange(queries, dtype=torch.int32, device=query_start.device)
-    bias = torch.zeros(query.shape[0], 1, queries, context, dtype=dtype, device=query_start.device)
+def visibility_bias(num_computed_tokens: torch.Tensor, queries: int, context: int, dtype: torch.dtype) -> torch.Tensor:
+    """[N, 1, queries, context]: 0 where key position j <= num_computed_tokens + i, -inf elsewhere."""
+    position = torch.arange(context, dtype=torch.int32, device=num_computed_tokens.device)
+    query = num_computed_tokens.int()[:, None] + torch.arange(
+        queries, dtype=torch.int32, device=num_computed_tokens.device
+    )
+    bias = torch.zeros(query.shape[0], 1, queries, context, dtype=dtype, device=num_computed_tokens.device)
     return bias.masked_fill(position > query[:, None, :, None], float("-inf"))

@@ -49,7 +49,7 @@ class ScheduledSequence:
     """What one request runs in a forward."""
 
     tokens: np.ndarray  # [n] int32, undefined for a decode, whose token is on the device
-    num_computed: int  # tokens before the first of them
+    num_computed_tokens: int  # tokens before the first of them
     kernel_blocks: np.ndarray  # [m] int32: ids of the kernel blocks of all its tokens
     state_slot: int
 
@@ -146,7 +146,7 @@ class InputBuilder:
         batch: list[int] = []
         queries: list[int] = []
         for i in members.tolist():
-            queries.append(int(step.num_scheduled[i]))
+            queries.append(int(step.num_scheduled_tokens[i]))
             if batch and not self._grid.fits_one_forward(len(queries), max(queries), min(queries)):
                 yield batch
                 batch, queries = [], queries[-1:]
@@ -162,7 +162,7 @@ class InputBuilder:
         blocks = step.block_ids[self._attention_group][i, : -(-num_kernel // self._per_block)]
         kernel_blocks = (blocks[:, None] * self._per_block + np.arange(self._per_block, dtype=np.int32)).reshape(-1)
         return ScheduledSequence(
-            step.tokens[i], int(step.num_computed[i]), kernel_blocks[:num_kernel], int(step.slots[i])
+            step.tokens[i], int(step.num_computed_tokens[i]), kernel_blocks[:num_kernel], int(step.slots[i])
         )
 
     # What a forward is given
@@ -170,7 +170,7 @@ class InputBuilder:
     def _prefill_inputs(self, step: StepRequests, members: list[int], crossed: Mapping[int, Crossed]) -> ModelInputs:
         kept = {n: crossed[i] for n, i in enumerate(members) if i in crossed}
         bucket = self._grid.prefill(
-            len(members), int(step.num_scheduled[members].max()), int(step.end[members].max()), bool(kept)
+            len(members), int(step.num_scheduled_tokens[members].max()), int(step.end[members].max()), bool(kept)
         )
         sequences = [self._sequence(step, i) for i in members]
         return self._prefill_tensors(bucket, tuple(members), sequences, kept)
@@ -189,20 +189,20 @@ class InputBuilder:
         mapping = np.broadcast_to(spare * self._kernel_block + np.arange(query) % self._kernel_block, (batch, query))
         mapping = mapping.astype(np.int64)
         table = np.full((batch, bucket.blocks), spare, np.int32)
-        start_of = np.zeros(batch, np.int32)
+        num_computed_tokens = np.zeros(batch, np.int32)
         lengths = np.zeros(batch, np.int32)
         for n, sequence in enumerate(sequences):
             length, blocks = len(sequence.tokens), sequence.kernel_blocks
-            where = sequence.num_computed + np.arange(length)
+            where = sequence.num_computed_tokens + np.arange(length)
             ids[n, :length] = sequence.tokens
             positions[n, :length] = where
             mapping[n, :length] = blocks[where // self._kernel_block] * self._kernel_block + where % self._kernel_block
             table[n, : len(blocks)] = blocks
-            start_of[n] = sequence.num_computed
+            num_computed_tokens[n] = sequence.num_computed_tokens
             lengths[n] = length
         read, write = self._state_rows(sequences, batch)
         last_row = np.arange(batch) * query + np.maximum(lengths, 1) - 1
-        kept, staged = self._kept_boundaries(bucket, start_of, crossed)
+        kept, staged = self._kept_boundaries(bucket, num_computed_tokens, crossed)
         attn = HPUAttentionMetadata(
             batch=batch,
             query=query,
@@ -214,11 +214,11 @@ class InputBuilder:
             state_write=self._upload(write, np.int64),
             prefill=PrefillAttention(
                 block_table=self._upload(table, np.int32),
-                query_start=self._upload(start_of, np.int32),
+                num_computed_tokens=self._upload(num_computed_tokens, np.int32),
                 lengths=self._upload(lengths, np.int32),
             ),
             kept=kept,
-            hints=self._hints(start_of, sequences),
+            hints=self._hints(num_computed_tokens, sequences),
         )
         return ModelInputs(
             bucket=bucket,
@@ -246,21 +246,23 @@ class InputBuilder:
         )
         return GemmRows(tiles.prefill, tuple(slices))
 
-    def _hints(self, num_computed: np.ndarray, sequences: Sequence[ScheduledSequence]) -> HostHints | None:
-        """``num_computed`` [n]: tokens before the first row of each sequence that attends, also of padding ones."""
+    def _hints(self, num_computed_tokens: np.ndarray, sequences: Sequence[ScheduledSequence]) -> HostHints | None:
+        """``num_computed_tokens`` [n]: before the first row of each sequence that attends, also of padding."""
         if not self._with_hints:
             return None
-        least, most = (int(num_computed.min()), int(num_computed.max())) if len(num_computed) else (0, 0)
+        least, most = (
+            (int(num_computed_tokens.min()), int(num_computed_tokens.max())) if len(num_computed_tokens) else (0, 0)
+        )
         return HostHints((least, most), tuple(sequence.state_slot for sequence in sequences))
 
     def _kept_boundaries(
-        self, bucket: PrefillBucket, starts: np.ndarray, crossed: Mapping[int, Crossed]
+        self, bucket: PrefillBucket, num_computed_tokens: np.ndarray, crossed: Mapping[int, Crossed]
     ) -> tuple[KeptBoundaries | None, RowCopies | None]:
         """Staging rows of the boundaries ``crossed`` (by sequence), and what is saved from them afterwards."""
         if not bucket.boundaries:
             return None, None
         every = self._grid.block_size
-        first = every - starts % every
+        first = every - num_computed_tokens % every
         write = np.full((bucket.batch, bucket.boundaries), self._pads.trash_row, np.int64)
         rows, blocks = [], []
         for n, boundaries in crossed.items():
@@ -296,7 +298,7 @@ class InputBuilder:
         row_first = np.full(batch, bucket.blocks - 1, np.int32)
         used = 0
         for n, sequence in enumerate(sequences):
-            start, blocks = sequence.num_computed, sequence.kernel_blocks
+            start, blocks = sequence.num_computed_tokens, sequence.kernel_blocks
             positions[n] = start
             token_rows[n] = sequence.state_slot
             mapping[n] = blocks[start // self._kernel_block] * self._kernel_block + start % self._kernel_block

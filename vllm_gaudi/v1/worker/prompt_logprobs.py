@@ -78,9 +78,9 @@ class PromptLogprobsWorker:
         for n, i in enumerate(inputs.members):
             request = requests[step.req_ids[i]]
             num_logprobs = self.num_prompt_logprobs(request)
-            if num_logprobs is None or step.num_computed[i] >= request.num_prompt or request.output:
+            if num_logprobs is None or step.num_computed_tokens[i] >= request.num_prompt or request.output:
                 continue
-            start, end = int(step.num_computed[i]), int(step.end[i])
+            start, end = int(step.num_computed_tokens[i]), int(step.end[i])
             last = min(end, request.num_prompt - 1)  # the last token that has a next prompt token
             in_flight = self._in_flight_of(request, num_logprobs)
             for offset, count, size in _slices(last - start, inputs.attn.query):

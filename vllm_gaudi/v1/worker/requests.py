@@ -33,7 +33,7 @@ class RequestState:
     sampling_params: Any
     admission: int = 0  # number of this admission, never used twice; a sample of an earlier one is stale
     has_sampled: bool = False  # in this admission, so that its last token stands on the device under its slot
-    num_computed: int = 0
+    num_computed_tokens: int = 0
     slot: int | None = None
     blocks: list[list[int]] = field(default_factory=list)  # per group, position-indexed
     output: list[int] = field(default_factory=list)  # output token ids that have reached the host
@@ -49,8 +49,8 @@ class StepRequests:
 
     req_ids: tuple[str, ...]
     slots: np.ndarray  # [R] int32
-    num_computed: np.ndarray  # [R] int32: tokens computed before this step
-    num_scheduled: np.ndarray  # [R] int32
+    num_computed_tokens: np.ndarray  # [R] int32: tokens computed before this step
+    num_scheduled_tokens: np.ndarray  # [R] int32
     is_prefill: np.ndarray  # [R] bool: runs in the chunk form
     samples: np.ndarray  # [R] bool: reaches its last known token, so its next token is sampled
     admitted: np.ndarray  # [R] bool: new or resumed in this step
@@ -66,7 +66,7 @@ class StepRequests:
     @property
     def end(self) -> np.ndarray:
         """[R] int32: tokens computed after this step."""
-        return self.num_computed + self.num_scheduled
+        return self.num_computed_tokens + self.num_scheduled_tokens
 
     @property
     def is_empty(self) -> bool:
@@ -159,7 +159,7 @@ class RequestTable:
                 tokens=tokens,
                 num_tokens=len(prompt),
                 sampling_params=new.sampling_params,
-                num_computed=new.num_computed_tokens,
+                num_computed_tokens=new.num_computed_tokens,
                 blocks=[list(ids) for ids in new.block_ids],
             )
         for i, req_id in enumerate(cached.req_ids):
@@ -167,7 +167,7 @@ class RequestTable:
                 continue
             state = self._requests[req_id]
             self._learn_output(state, cached.all_token_ids[req_id], cached.num_output_tokens[i])
-            state.num_computed = cached.num_computed_tokens[i]
+            state.num_computed_tokens = cached.num_computed_tokens[i]
             state.blocks = [list(ids) for ids in cached.new_block_ids[i]]
         admitted = {new.req_id for new in output.scheduled_new_reqs} | set(cached.resumed_req_ids)
         for req_id in output.num_scheduled_tokens:
@@ -191,15 +191,15 @@ class RequestTable:
             if req_id in cached.resumed_req_ids:
                 continue
             state = self._requests[req_id]
-            state.num_computed = cached.num_computed_tokens[i]
+            state.num_computed_tokens = cached.num_computed_tokens[i]
             new_blocks = cached.new_block_ids[i]
             if new_blocks is not None:
                 for group in self._cached_groups:
                     # Entries are appended, so a wrong length would save into another boundary's block.
                     length = len(state.blocks[group])
-                    assert not new_blocks[group] or length == state.num_computed // self._block_size, (
-                        f"request {req_id} has {length} entries in KV cache group {group} but {state.num_computed} "
-                        f"computed tokens in blocks of {self._block_size}"
+                    assert not new_blocks[group] or length == state.num_computed_tokens // self._block_size, (
+                        f"request {req_id} has {length} entries in KV cache group {group} but "
+                        f"{state.num_computed_tokens} computed tokens in blocks of {self._block_size}"
                     )
                 for known, ids in zip(state.blocks, new_blocks, strict=True):
                     known.extend(ids)
@@ -207,25 +207,27 @@ class RequestTable:
     def _step(self, output: SchedulerOutput, admitted: set[str]) -> StepRequests:
         req_ids = tuple(output.num_scheduled_tokens)
         states = [self._requests[req_id] for req_id in req_ids]
-        num_scheduled = np.fromiter(output.num_scheduled_tokens.values(), np.int32, len(states))
-        num_computed = np.fromiter((s.num_computed for s in states), np.int32, len(states))
+        num_scheduled_tokens = np.fromiter(output.num_scheduled_tokens.values(), np.int32, len(states))
+        num_computed_tokens = np.fromiter((s.num_computed_tokens for s in states), np.int32, len(states))
         num_tokens = np.fromiter((s.num_tokens for s in states), np.int32, len(states))
         is_admitted = np.fromiter((r in admitted for r in req_ids), bool, len(states))
         has_sampled = np.fromiter((s.has_sampled for s in states), bool, len(states))
         # A single token is a decode only when it was sampled under this slot. A prompt's last token, or the last one
         # that a resumed request replays, comes from the host and continues on the chunk grid.
-        is_decode = (num_scheduled == 1) & (num_computed + 1 == num_tokens) & has_sampled
+        is_decode = (num_scheduled_tokens == 1) & (num_computed_tokens + 1 == num_tokens) & has_sampled
         return StepRequests(
             req_ids=req_ids,
             slots=np.fromiter((s.slot for s in states), np.int32, len(states)),
-            num_computed=num_computed,
-            num_scheduled=num_scheduled,
+            num_computed_tokens=num_computed_tokens,
+            num_scheduled_tokens=num_scheduled_tokens,
             is_prefill=~is_decode,
-            samples=num_computed + num_scheduled >= num_tokens,
+            samples=num_computed_tokens + num_scheduled_tokens >= num_tokens,
             admitted=is_admitted,
             admissions=tuple(s.admission for s in states),
             block_ids=tuple(self._table(states, group) for group in range(self._num_groups)),
-            tokens=tuple(s.tokens[c : c + n] for s, c, n in zip(states, num_computed, num_scheduled, strict=True)),
+            tokens=tuple(
+                s.tokens[c : c + n] for s, c, n in zip(states, num_computed_tokens, num_scheduled_tokens, strict=True)
+            ),
             fresh_blocks=np.asarray(output.new_block_ids_to_zero or (), dtype=np.int32),
         )
 

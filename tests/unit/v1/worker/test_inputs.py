@@ -68,8 +68,8 @@ def step_of(*rows: Row) -> StepRequests:
     return StepRequests(
         req_ids=tuple(f"r{i}" for i in range(len(rows))),
         slots=array([row.slot for row in rows]),
-        num_computed=array([row.computed for row in rows]),
-        num_scheduled=array([row.scheduled for row in rows]),
+        num_computed_tokens=array([row.computed for row in rows]),
+        num_scheduled_tokens=array([row.scheduled for row in rows]),
         is_prefill=array([row.is_prefill for row in rows], bool),
         samples=array([True] * len(rows), bool),
         admitted=array([row.admitted for row in rows], bool),
@@ -132,7 +132,7 @@ def check_prefill(inputs: ModelInputs, rows: list[Row]) -> None:
         assert int(attn.prefill.lengths[n]) == length
         if row:
             real = list(range(row.computed, row.end))
-            assert int(attn.prefill.query_start[n]) == row.computed
+            assert int(attn.prefill.num_computed_tokens[n]) == row.computed
             assert positions[n, :length].tolist() == real
             assert ids[n, :length].tolist() == [1000 + p for p in real]
             assert places[n, :length].tolist() == [row.place(p) for p in real]
@@ -142,7 +142,7 @@ def check_prefill(inputs: ModelInputs, rows: list[Row]) -> None:
             assert int(inputs.logit_rows[n]) == n * bucket.query + length - 1
         else:
             blocks = []
-            assert int(attn.prefill.query_start[n]) == 0
+            assert int(attn.prefill.num_computed_tokens[n]) == 0
             assert (int(attn.state_read[n]), int(attn.state_write[n])) == (ZERO, TRASH)
             assert 0 <= int(inputs.logit_rows[n]) < bucket.rows
         assert (table[n, len(blocks) :] == SPARE).all()
@@ -290,13 +290,13 @@ class TestOnAHostWithoutAnyGraph:
     def test_a_prefill_is_padded_to_the_row_tile_alone(self):
         (forward,) = check(make(is_host=True), Row(0, 8, 17, (3, 4, 5, 6)))
         assert forward.bucket == PrefillBucket(1, 24, 7)
-        assert forward.attn.hints.query_start_range == (8, 8)
+        assert forward.attn.hints.num_computed_range == (8, 8)
 
     def test_only_chunks_of_one_padded_length_share_a_forward(self):
         rows = Row(0, 0, 3, (1,)), Row(1, 0, 8, (2,)), Row(2, 0, 9, (3, 4)), Row(3, 4, 4, (5,))
         forwards = check(make(is_host=True), *rows)
         assert [forward.members for forward in forwards] == [(0, 1), (2,), (3,)]
-        assert [forward.attn.hints.query_start_range for forward in forwards] == [(0, 0), (0, 0), (4, 4)]
+        assert [forward.attn.hints.num_computed_range for forward in forwards] == [(0, 0), (0, 0), (4, 4)]
 
     def test_a_decode_is_told_its_rows_and_has_no_pads_in_its_list(self):
         (forward,) = check(make(is_host=True), decode(5, 9, 4, 6), decode(1, 2, 5), decode(3, 3, 7))

@@ -34,8 +34,8 @@ def step_of(*req_ids: str) -> StepRequests:
     return StepRequests(
         req_ids=req_ids,
         slots=zeros,
-        num_computed=zeros,
-        num_scheduled=zeros,
+        num_computed_tokens=zeros,
+        num_scheduled_tokens=zeros,
         is_prefill=zeros > 0,
         samples=zeros > 0,
         admitted=zeros > 0,

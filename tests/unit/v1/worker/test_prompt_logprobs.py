@@ -68,7 +68,7 @@ def run(worker, query, *chunks):
     that number."""
     step = SimpleNamespace(
         req_ids=[request.req_id for request, *_ in chunks],
-        num_computed=np.array([start for _, start, _ in chunks]),
+        num_computed_tokens=np.array([start for _, start, _ in chunks]),
         end=np.array([end for *_, end in chunks]),
     )
     inputs = SimpleNamespace(members=range(len(chunks)), attn=SimpleNamespace(query=query))

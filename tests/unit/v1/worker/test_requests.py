@@ -130,7 +130,11 @@ class TestNew:
         step = world.step(records.output({"a": 3}, new=(records.new("a", [7, 8, 9], ([4], [5, 6])),), zero=[5, 6]))
         assert (step.req_ids, step.num_reqs, step.is_empty) == (("a",), 1, False)
         assert step.slots.tolist() == [0]
-        assert (step.num_computed.tolist(), step.num_scheduled.tolist(), step.end.tolist()) == ([0], [3], [3])
+        assert (step.num_computed_tokens.tolist(), step.num_scheduled_tokens.tolist(), step.end.tolist()) == (
+            [0],
+            [3],
+            [3],
+        )
         assert (step.is_prefill.tolist(), step.samples.tolist(), step.admitted.tolist()) == ([True], [True], [True])
         assert tokens_of(step) == [[7, 8, 9]]
         assert [table.tolist() for table in step.block_ids] == [[[4]], [[5, 6]]]
@@ -138,7 +142,7 @@ class TestNew:
 
     def test_dtypes_are_those_of_the_record(self, world, records):
         step = world.step(records.output({"a": 1}, new=(records.new("a", [7]),)))
-        for name in ("slots", "num_computed", "num_scheduled", "end", "fresh_blocks"):
+        for name in ("slots", "num_computed_tokens", "num_scheduled_tokens", "end", "fresh_blocks"):
             assert getattr(step, name).dtype == np.int32, name
         for name in ("is_prefill", "samples", "admitted"):
             assert getattr(step, name).dtype == np.bool_, name
@@ -150,7 +154,7 @@ class TestNew:
 
     def test_a_cached_prefix_is_not_run_again(self, world, records):
         step = world.step(records.output({"a": 1}, new=(records.new("a", [7, 8, 9], computed=2),)))
-        assert (step.num_computed.tolist(), tokens_of(step)) == ([2], [[9]])
+        assert (step.num_computed_tokens.tolist(), tokens_of(step)) == ([2], [[9]])
         assert (step.is_prefill.tolist(), step.samples.tolist()) == ([True], [True])
 
     def test_a_prompt_of_one_token_is_a_prefill(self, world, records):
@@ -200,7 +204,7 @@ class TestRunning:
         world.step(records.output({"a": 2}, running={"a": (3, None, 0)}), {"a": 11})
         step = world.step(records.output({"a": 1}, running={"a": (5, ([], [4]), 1)}), {"a": 12})
         assert (step.is_prefill.tolist(), step.samples.tolist(), step.admitted.tolist()) == ([False], [True], [False])
-        assert (step.num_computed.tolist(), tokens_of(step)) == ([5], [[11]])
+        assert (step.num_computed_tokens.tolist(), tokens_of(step)) == ([5], [[11]])
         assert step.block_ids[1].tolist() == [[2, 4]]
         assert world.table["a"].output == [11, 12]
         assert world.table["a"].prompt == [5, 6, 7, 8, 9]
@@ -219,7 +223,7 @@ class TestRunning:
         output = records.output({"b": 1, "a": 2}, new=(records.new("b", [1], ([8], [9])),), running={"a": (3, None, 0)})
         step = world.step(output)
         assert (step.req_ids, step.admitted.tolist()) == (("b", "a"), [True, False])
-        assert (step.num_computed.tolist(), step.num_scheduled.tolist()) == ([0, 3], [1, 2])
+        assert (step.num_computed_tokens.tolist(), step.num_scheduled_tokens.tolist()) == ([0, 3], [1, 2])
         assert step.block_ids[1].tolist() == [[9], [2]]
 
 
@@ -308,7 +312,7 @@ class TestReleased:
     def test_a_resumed_one_may_start_from_a_cached_prefix(self, world, records):
         world.step(records.output({}, preempted={"a"}))
         step = world.step(records.output({"a": 2}, resumed={"a": (2, ([6], [7, 8]), 1, [1, 2, 3, 10])}), {"a": 11})
-        assert (step.num_computed.tolist(), tokens_of(step)) == ([2], [[3, 10]])
+        assert (step.num_computed_tokens.tolist(), tokens_of(step)) == ([2], [[3, 10]])
         assert (step.is_prefill.tolist(), step.samples.tolist()) == ([True], [True])
 
     def test_preempted_and_resumed_in_one_output(self, world, records):
@@ -373,9 +377,17 @@ class TestAsync:
 
     def test_a_token_in_flight_counts(self, world, records):
         step = world.step(records.output({"a": 1}, running={"a": (3, None, 1)}))
-        assert (step.is_prefill.tolist(), step.samples.tolist(), step.num_computed.tolist()) == ([False], [True], [3])
+        assert (step.is_prefill.tolist(), step.samples.tolist(), step.num_computed_tokens.tolist()) == (
+            [False],
+            [True],
+            [3],
+        )
         step = world.step(records.output({"a": 1}, running={"a": (4, None, 2)}))
-        assert (step.is_prefill.tolist(), step.samples.tolist(), step.num_computed.tolist()) == ([False], [True], [4])
+        assert (step.is_prefill.tolist(), step.samples.tolist(), step.num_computed_tokens.tolist()) == (
+            [False],
+            [True],
+            [4],
+        )
         assert world.table["a"].output == []
 
     def test_tokens_arrive_later_in_order(self, world, records):

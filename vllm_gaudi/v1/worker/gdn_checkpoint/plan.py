@@ -61,7 +61,7 @@ def plan_checkpoints(step: StepRequests, block_size: int, gdn_groups: Sequence[i
     fresh: list[int] = []
     resumed: list[int] = []
     for i in np.flatnonzero(step.admitted).tolist():
-        (resumed if len(gdn_groups) and step.num_computed[i] > 0 else fresh).append(i)
+        (resumed if len(gdn_groups) and step.num_computed_tokens[i] > 0 else fresh).append(i)
     crossed, save = _saves(step, block_size, gdn_groups)
     return CheckpointPlan(
         zero_blocks=step.fresh_blocks,
@@ -76,7 +76,7 @@ def _restores(step: StepRequests, rows: Sequence[int], block_size: int, gdn_grou
     """Slots of the requests ``rows`` and, per group, the block of the entry that ends where they resume."""
     sources: list[list[int]] = []
     for i in rows:
-        computed = int(step.num_computed[i])
+        computed = int(step.num_computed_tokens[i])
         if computed % block_size:
             raise RuntimeError(
                 f"request {step.req_ids[i]} resumes at {computed} tokens, which is not a multiple of B = {block_size}; "
@@ -103,9 +103,9 @@ def _saves(step: StepRequests, block_size: int, gdn_groups: Sequence[int]) -> tu
     slots: list[int] = []
     at_end: list[list[int]] = []
     tables = [step.block_ids[g] for g in gdn_groups]
-    crosses = step.end // block_size != step.num_computed // block_size
+    crosses = step.end // block_size != step.num_computed_tokens // block_size
     for i in np.flatnonzero(crosses).tolist() if tables else ():
-        start, end = int(step.num_computed[i]), int(step.end[i])
+        start, end = int(step.num_computed_tokens[i]), int(step.end[i])
         tokens: list[int] = []
         on_the_way: list[list[int]] = []
         for entry in range(start // block_size, end // block_size):

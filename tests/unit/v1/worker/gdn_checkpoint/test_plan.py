@@ -26,8 +26,8 @@ def step_of(*rows: tuple[int, int, bool], tables: list[list[list[int]]] | None =
     return StepRequests(
         req_ids=tuple(f"r{i}" for i in range(count)),
         slots=np.arange(10, 10 + count, dtype=np.int32),
-        num_computed=computed,
-        num_scheduled=scheduled,
+        num_computed_tokens=computed,
+        num_scheduled_tokens=scheduled,
         is_prefill=np.ones(count, bool),
         samples=np.ones(count, bool),
         admitted=np.array([r[2] for r in rows], bool),
