@@ -57,7 +57,7 @@ class Seen:
             assert table[0] == attn.batch and attn.slot_mapping.shape == (rows,)
             assert (
                 attn.prefill.num_computed_tokens.shape
-                == attn.prefill.lengths.shape
+                == attn.prefill.query_lens.shape
                 == attn.state_read.shape
                 == (attn.batch,)
             )

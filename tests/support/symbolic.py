@@ -92,7 +92,7 @@ class SymbolicGraphs(GraphRunner):
         hidden = np.zeros(len(ids), np.int64)
         read, write = attn.state_read.numpy(), attn.state_write.numpy()
         slots = attn.slot_mapping.numpy()
-        lengths = attn.prefill.lengths.numpy() if attn.prefill is not None else np.ones(attn.batch, np.int32)
+        lengths = attn.prefill.query_lens.numpy() if attn.prefill is not None else np.ones(attn.batch, np.int32)
         for n in range(len(inputs.members)):
             first = n * attn.query
             start = int(positions[first])

@@ -21,7 +21,7 @@ class PrefillAttention:
 
     block_table: torch.Tensor  # [N, M] int32: kernel block ids of the context, pads = the spare block
     num_computed_tokens: torch.Tensor  # [N] int32: tokens before the first row
-    lengths: torch.Tensor  # [N] int32: rows that are real; 0 for a pad sequence
+    query_lens: torch.Tensor  # [N] int32: rows that are real; 0 for a pad sequence
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             conv.index_select(0, meta.state_read),
             self._conv_weight(),
             None,
-            meta.prefill.lengths,
+            meta.prefill.query_lens,
             **boundaries,
         )
         q, k, v = self._split_heads(convolved)
@@ -115,7 +115,7 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             g,
             beta,
             ssm.index_select(0, meta.state_read),
-            meta.prefill.lengths,
+            meta.prefill.query_lens,
             chunk_size=self._chunk_size,
             **boundaries,
         )

@@ -34,7 +34,7 @@ def longs(*values):
     return torch.tensor(values)
 
 
-def prefill(batch, query, table, starts, lengths, places):
+def prefill(batch, query, table, starts, query_lens, places):
     return HPUAttentionMetadata(
         batch=batch,
         query=query,
@@ -42,7 +42,7 @@ def prefill(batch, query, table, starts, lengths, places):
         slot_mapping=longs(*places),
         state_read=longs(*range(batch)),
         state_write=longs(*range(batch)),
-        prefill=PrefillAttention(torch.tensor(table, dtype=torch.int32), ints(*starts), ints(*lengths)),
+        prefill=PrefillAttention(torch.tensor(table, dtype=torch.int32), ints(*starts), ints(*query_lens)),
     )
 
 

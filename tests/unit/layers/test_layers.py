@@ -70,16 +70,18 @@ def layer():
     return layer
 
 
-def metadata(slots, query, lengths=None, batch=None):
-    """Of sequences in ``slots``, padded to ``batch``; a decode where ``lengths`` is None."""
+def metadata(slots, query, query_lens=None, batch=None):
+    """Of sequences in ``slots``, padded to ``batch``; a decode where ``query_lens`` is None."""
     batch = batch or len(slots)
     pads = batch - len(slots)
     none = torch.zeros(batch, dtype=torch.int32)
     kind = (
         {"decode": DecodeAttention(none, none, none, none)}
-        if lengths is None
+        if query_lens is None
         else {
-            "prefill": PrefillAttention(none[:, None], none, torch.tensor([*lengths, *[0] * pads], dtype=torch.int32))
+            "prefill": PrefillAttention(
+                none[:, None], none, torch.tensor([*query_lens, *[0] * pads], dtype=torch.int32)
+            )
         }
     )
     return HPUAttentionMetadata(
@@ -109,7 +111,7 @@ class TestGdnCore:
         for slot in (1, 3):
             conv[slot], ssm[slot] = torch.randn_like(conv[slot]), torch.randn_like(ssm[slot])
         before = conv.clone(), ssm.clone()
-        meta = metadata([3, 1], 8 if is_prefill else 1, lengths=[8, 5] if is_prefill else None, batch=4)
+        meta = metadata([3, 1], 8 if is_prefill else 1, query_lens=[8, 5] if is_prefill else None, batch=4)
         core = (layer._prefill if is_prefill else layer._decode)(meta, *rows_of(meta.num_rows))
         assert core.shape == (meta.num_rows, V_HEADS, V_DIM)
         assert core.isfinite().all()
@@ -138,9 +140,9 @@ class TestGdnCore:
         conv, ssm = layer.kv_cache
         mixed, b, a = rows_of(12)
         conv[:2], ssm[:2] = 0, 0
-        whole = layer._prefill(metadata([0], 12, lengths=[12]), mixed, b, a)
-        first = layer._prefill(metadata([1], 8, lengths=[8]), mixed[:8], b[:8], a[:8])
-        second = layer._prefill(metadata([1], 4, lengths=[4]), mixed[8:], b[8:], a[8:])
+        whole = layer._prefill(metadata([0], 12, query_lens=[12]), mixed, b, a)
+        first = layer._prefill(metadata([1], 8, query_lens=[8]), mixed[:8], b[:8], a[:8])
+        second = layer._prefill(metadata([1], 4, query_lens=[4]), mixed[8:], b[8:], a[8:])
         assert torch.equal(torch.cat((first, second)), whole)
         assert same(conv[0], conv[1]) and same(ssm[0], ssm[1])
 
@@ -148,8 +150,8 @@ class TestGdnCore:
         conv, ssm = layer.kv_cache
         mixed, b, a = rows_of(9)
         conv[:2], ssm[:2] = 0, 0
-        whole = layer._prefill(metadata([0], 9, lengths=[9]), mixed, b, a)
-        layer._prefill(metadata([1], 8, lengths=[8]), mixed[:8], b[:8], a[:8])
+        whole = layer._prefill(metadata([0], 9, query_lens=[9]), mixed, b, a)
+        layer._prefill(metadata([1], 8, query_lens=[8]), mixed[:8], b[:8], a[:8])
         last = layer._decode(metadata([1], 1), mixed[8:], b[8:], a[8:])
         torch.testing.assert_close(last[0], whole[8], rtol=1e-5, atol=1e-5)
         assert torch.equal(conv[0], conv[1])

@@ -26,11 +26,11 @@ def inputs(batch, tokens, channels, kernel, dtype, with_bias=False):
 def test_every_short_length_gives_the_sum_and_the_last_real_inputs(variant, with_bias, kernel):
     tokens = kernel + 4
     x, tail, weight, bias = inputs(tokens + 1, tokens, 5, kernel, torch.float32, with_bias)
-    lengths = torch.arange(tokens + 1, dtype=torch.int32)  # 0..T
+    query_lens = torch.arange(tokens + 1, dtype=torch.int32)  # 0..T
     poisoned = x.clone()
     for n in range(tokens + 1):
         poisoned[n, n:] = NAN
-    y, new_tail = resolve("causal_conv1d_prefill", variant)(poisoned, tail, weight, bias, lengths)
+    y, new_tail = resolve("causal_conv1d_prefill", variant)(poisoned, tail, weight, bias, query_lens)
     want, _ = causal_conv1d(x, tail, weight, bias)
     for n in range(tokens + 1):
         if n:
@@ -80,12 +80,12 @@ def test_any_cut_changes_no_bit(threads, variant, dtype, with_bias):
 def test_a_ragged_batch_and_its_padding_change_no_bit(threads, variant):
     prefill = resolve("causal_conv1d_prefill", variant)
     x, tail, weight, _ = inputs(4, 521, 66, 4, torch.bfloat16)
-    lengths = lengths_of(521, 2, 0, 100)
-    for n, length in enumerate(lengths):
+    query_lens = lengths_of(521, 2, 0, 100)
+    for n, length in enumerate(query_lens):
         x[n, length:] = NAN
-    y, new_tail = prefill(x, tail, weight, None, lengths)
+    y, new_tail = prefill(x, tail, weight, None, query_lens)
     assert bool(y.isfinite().all())
-    for n, length in enumerate(lengths):
+    for n, length in enumerate(query_lens):
         alone, alone_tail = prefill(
             x[n : n + 1, :length].contiguous(), tail[n : n + 1], weight, None, lengths_of(int(length))
         )
@@ -125,7 +125,7 @@ def test_no_unwritten_scratch_is_read(poisoned_empty):
     assert bool(new_tail.isfinite().all())
 
 
-#    tokens every lengths        first boundary of each sequence
+#    tokens every query_lens        first boundary of each sequence
 BOUNDARIES = [
     (20, 8, (20,), (8,)),
     (24, 8, (24,), (8,)),  # the last boundary is the end
@@ -138,24 +138,24 @@ BOUNDARIES = [
 @variants
 @dtypes
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("tokens", "every", "lengths", "first"), BOUNDARIES)
+@pytest.mark.parametrize(("tokens", "every", "query_lens", "first"), BOUNDARIES)
 def test_a_boundary_tail_is_the_new_tail_of_a_run_that_ends_there(
-    variant, dtype, kernel, tokens, every, lengths, first
+    variant, dtype, kernel, tokens, every, query_lens, first
 ):
     prefill = resolve("causal_conv1d_prefill", variant)
-    x, tail, weight, bias = inputs(len(lengths), tokens, 5, kernel, dtype, True)
-    for n, length in enumerate(lengths):
+    x, tail, weight, bias = inputs(len(query_lens), tokens, 5, kernel, dtype, True)
+    for n, length in enumerate(query_lens):
         x[n, length:] = NAN
-    plain = prefill(x, tail, weight, bias, lengths_of(*lengths))
+    plain = prefill(x, tail, weight, bias, lengths_of(*query_lens))
     *same, tails = prefill(
-        x, tail, weight, bias, lengths_of(*lengths), boundary_first=lengths_of(*first), boundary_every=every
+        x, tail, weight, bias, lengths_of(*query_lens), boundary_first=lengths_of(*first), boundary_every=every
     )
     assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
-    assert tails.shape == (len(lengths), -(-tokens // every), kernel - 1, 5)
+    assert tails.shape == (len(query_lens), -(-tokens // every), kernel - 1, 5)
     assert tails.dtype == dtype
     assert bool(tails.isfinite().all())
     ends = [(n, i, f + i * every) for n, f in enumerate(first) for i in range(tails.shape[1])]
-    reached = [(n, i, end) for n, i, end in ends if end <= lengths[n]]
+    reached = [(n, i, end) for n, i, end in ends if end <= query_lens[n]]
     assert reached
     for n, i, end in reached:
         alone = x[n : n + 1], tail[n : n + 1]

@@ -38,8 +38,8 @@ def test_every_length_up_to_three_chunks_and_five_follows_the_recurrence(
 ):
     tokens = 3 * chunk + 5
     args = delta_rule_inputs(tokens, tokens, k_heads, v_heads, k_dim, v_dim)  # sequence n has n + 1 tokens
-    lengths = torch.arange(1, tokens + 1, dtype=torch.int32)
-    out, state = resolve("chunk_gated_delta_rule", variant)(*args, lengths, chunk_size=chunk)
+    query_lens = torch.arange(1, tokens + 1, dtype=torch.int32)
+    out, state = resolve("chunk_gated_delta_rule", variant)(*args, query_lens, chunk_size=chunk)
     want_out, want_states = gated_delta_rule(*args)
     got_out, got_states = gated_delta_rule(*args, dtype=torch.float32)
     for n in range(tokens):
@@ -221,13 +221,13 @@ def test_padding_changes_no_bit_even_if_it_is_nan(
 @bitwise_shapes
 def test_a_ragged_batch_changes_no_bit(threads, tokens, chunk, k_heads, v_heads, k_dim, v_dim, dtype, state_dtype):
     args = delta_rule_inputs(4, tokens, k_heads, v_heads, k_dim, v_dim, dtype, state_dtype)
-    lengths = lengths_of(tokens, 1, 0, 2 * chunk + 3)
+    query_lens = lengths_of(tokens, 1, 0, 2 * chunk + 3)
     poisoned = [x.clone() for x in args]
-    for n, length in enumerate(lengths):
+    for n, length in enumerate(query_lens):
         for x in poisoned[:5]:
             x[n, length:] = NAN
-    out, state = cpu.chunk_gated_delta_rule(*poisoned, lengths, chunk_size=chunk)
-    for n, length in enumerate(lengths):
+    out, state = cpu.chunk_gated_delta_rule(*poisoned, query_lens, chunk_size=chunk)
+    for n, length in enumerate(query_lens):
         alone = [x[n : n + 1] for x in args]
         want_out, want_state = whole(cut(alone, 0, int(length), alone[5]), chunk)
         assert torch.equal(out[n : n + 1, :length], want_out)
@@ -298,7 +298,7 @@ def test_no_unwritten_scratch_is_read(poisoned_empty):
 
 # Boundaries. ----------------------------------------------------------------------------------------------------------
 
-#    tokens C    every lengths        first boundary of each sequence
+#    tokens C    every query_lens        first boundary of each sequence
 BOUNDARIES = [
     (77, 16, 16, (77,), (16,)),  # T is no multiple; the last boundary lies past it
     (96, 16, 32, (96,), (32,)),  # the last boundary is the end
@@ -312,14 +312,17 @@ BOUNDARIES = [
     (1300, 600, 600, (1300, 1200, 600), (600, 600, 600)),  # a segment of one chunk
     (1300, 130, 260, (1300, 905, 260), (130, 260, 130)),  # a segment of three chunks
 ]
-boundaries = pytest.mark.parametrize(("tokens", "chunk", "every", "lengths", "first"), BOUNDARIES)
+boundaries = pytest.mark.parametrize(("tokens", "chunk", "every", "query_lens", "first"), BOUNDARIES)
 
 
-def inside(lengths, first, every, tokens):
+def inside(query_lens, first, every, tokens):
     """(sequence, entry, tokens before it) of every boundary that its sequence reaches."""
     entries = range(-(-tokens // every))
     reached = [
-        (n, i, f + i * every) for n, f in enumerate(first) for i in entries if f + i * every <= min(lengths[n], tokens)
+        (n, i, f + i * every)
+        for n, f in enumerate(first)
+        for i in entries
+        if f + i * every <= min(query_lens[n], tokens)
     ]
     assert reached
     return reached
@@ -328,21 +331,21 @@ def inside(lengths, first, every, tokens):
 @boundaries
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_a_boundary_state_is_the_final_state_of_a_run_that_ends_there(
-    state_dtype, tokens, chunk, every, lengths, first
+    state_dtype, tokens, chunk, every, query_lens, first
 ):
-    args = delta_rule_inputs(len(lengths), tokens, 1, 2, 16, 16, torch.float32, state_dtype)
-    plain = cpu.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk)
+    args = delta_rule_inputs(len(query_lens), tokens, 1, 2, 16, 16, torch.float32, state_dtype)
+    plain = cpu.chunk_gated_delta_rule(*args, lengths_of(*query_lens), chunk_size=chunk)
     *same, kept = cpu.chunk_gated_delta_rule(
-        *args, lengths_of(*lengths), chunk_size=chunk, boundary_first=lengths_of(*first), boundary_every=every
+        *args, lengths_of(*query_lens), chunk_size=chunk, boundary_first=lengths_of(*first), boundary_every=every
     )
     assert all(torch.equal(x, y) for x, y in zip(plain, same, strict=True))
-    assert kept.shape == (len(lengths), -(-tokens // every), 2, 16, 16)
+    assert kept.shape == (len(query_lens), -(-tokens // every), 2, 16, 16)
     assert kept.dtype == state_dtype
     assert bool(kept.isfinite().all())
-    for n, i, end in inside(lengths, first, every, tokens):
+    for n, i, end in inside(query_lens, first, every, tokens):
         alone = [x[n : n + 1] for x in args]
         assert torch.equal(kept[n : n + 1, i], whole(cut(alone, 0, end, alone[5]), chunk)[1])
-        if end == lengths[n]:
+        if end == query_lens[n]:
             assert torch.equal(kept[n, i], same[1][n])
         for other in (end - chunk, min(end + chunk, tokens)):  # one chunk off would show
             if other != end:
@@ -351,21 +354,21 @@ def test_a_boundary_state_is_the_final_state_of_a_run_that_ends_there(
 
 # A chunk of 600 takes as long as all others together, and it is there for the CPU's segments.
 @pytest.mark.parametrize(
-    ("tokens", "chunk", "every", "lengths", "first"),
+    ("tokens", "chunk", "every", "query_lens", "first"),
     [pytest.param(*row, marks=pytest.mark.soak if row[1] == 600 else ()) for row in BOUNDARIES],
 )
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_boundary_states_for_gaudi_agree_with_its_own_split_runs(state_dtype, tokens, chunk, every, lengths, first):
-    args = delta_rule_inputs(len(lengths), tokens, 1, 2, 16, 16, torch.float32, state_dtype)
+def test_boundary_states_for_gaudi_agree_with_its_own_split_runs(state_dtype, tokens, chunk, every, query_lens, first):
+    args = delta_rule_inputs(len(query_lens), tokens, 1, 2, 16, 16, torch.float32, state_dtype)
     asked = {"boundary_first": lengths_of(*first), "boundary_every": every}
-    plain = hpu.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk)
-    *same, kept = hpu.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk, **asked)
-    want = cpu.chunk_gated_delta_rule(*args, lengths_of(*lengths), chunk_size=chunk, **asked)[2]
+    plain = hpu.chunk_gated_delta_rule(*args, lengths_of(*query_lens), chunk_size=chunk)
+    *same, kept = hpu.chunk_gated_delta_rule(*args, lengths_of(*query_lens), chunk_size=chunk, **asked)
+    want = cpu.chunk_gated_delta_rule(*args, lengths_of(*query_lens), chunk_size=chunk, **asked)[2]
     assert all(torch.equal(x, y) for x, y in zip(plain, same, strict=True))
     assert (kept.shape, kept.dtype) == (want.shape, want.dtype)
     assert bool(kept.isfinite().all())
     tolerance = 1e-6 if state_dtype == torch.float32 else 1e-2
-    for n, i, end in inside(lengths, first, every, tokens):
+    for n, i, end in inside(query_lens, first, every, tokens):
         alone = [x[n : n + 1] for x in args]
         split = hpu.chunk_gated_delta_rule(*cut(alone, 0, end, alone[5]), lengths_of(end), chunk_size=chunk)[1]
         assert error(kept[n : n + 1, i], split) < tolerance

@@ -15,16 +15,16 @@ import torch
 class CausalConv1dPrefill(Protocol):
     """Convolve T tokens of every sequence, continuing from its tail.
 
-    x        [N, T, C]      pre-activation inputs, tokens >= lengths may hold anything (also NaN)
+    x        [N, T, C]      pre-activation inputs, tokens >= query_lens may hold anything (also NaN)
     tail     [N, K - 1, C]  the K - 1 inputs before x, same dtype as x (zeros for a new sequence)
     weight   [C, K]         tap K - 1 meets the current token;  bias [C] or None
-    lengths  [N] int32      real tokens, 0..T
+    query_lens  [N] int32      real tokens, 0..T
     boundary_first [N] int32  tokens from a sequence's first token to its first boundary, 1..boundary_every; None: no
                               boundary is asked for
     boundary_every            tokens from one boundary to the next
 
-    Returns (y [N, T, C] in x.dtype, zero at tokens >= lengths; new_tail [N, K - 1, C]: the last K - 1 real inputs,
-    gathered from [tail | x] at rows lengths..lengths + K - 2, bit for bit) and, with `boundary_first`, also
+    Returns (y [N, T, C] in x.dtype, zero at tokens >= query_lens; new_tail [N, K - 1, C]: the last K - 1 real inputs,
+    gathered from [tail | x] at rows query_lens..query_lens + K - 2, bit for bit) and, with `boundary_first`, also
     boundary_tails [N, ceil(T / boundary_every), K - 1, C]: entry i is the new_tail of a run that ends after
     boundary_first + i * boundary_every tokens. An entry past its sequence's end is unspecified, but finite when the
     real inputs are. Nothing is mutated.
@@ -39,7 +39,7 @@ class CausalConv1dPrefill(Protocol):
         tail: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        lengths: torch.Tensor,
+        query_lens: torch.Tensor,
         *,
         boundary_first: torch.Tensor | None = None,
         boundary_every: int = 0,

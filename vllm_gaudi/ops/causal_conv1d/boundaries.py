@@ -8,14 +8,18 @@ import torch
 
 
 def tails_of(
-    inputs: torch.Tensor, history: int, lengths: torch.Tensor, boundary_first: torch.Tensor | None, boundary_every: int
+    inputs: torch.Tensor,
+    history: int,
+    query_lens: torch.Tensor,
+    boundary_first: torch.Tensor | None,
+    boundary_every: int,
 ) -> tuple[torch.Tensor, ...]:
     """The new_tail and, with `boundary_first`, the boundary_tails of `causal_conv1d_prefill`, in one gather.
 
     inputs [N, history + T, C]: row history + t is token t; the other arguments are those of the op. An entry past its
     sequence's end repeats the new_tail. Raises ValueError when boundary_every is not positive.
     """
-    ends = lengths[:, None]
+    ends = query_lens[:, None]
     if boundary_first is None:
         return (_tails_after(inputs, ends, history)[:, 0],)
     if boundary_every <= 0:

@@ -20,7 +20,7 @@ def causal_conv1d_prefill(
     tail: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    lengths: torch.Tensor,
+    query_lens: torch.Tensor,
     *,
     boundary_first: torch.Tensor | None = None,
     boundary_every: int = 0,
@@ -32,7 +32,7 @@ def causal_conv1d_prefill(
     history = weight.shape[1] - 1
     inputs = torch.cat((tail, x), dim=1)  # row history + t is token t
 
-    dead = torch.arange(num_tokens, dtype=lengths.dtype, device=lengths.device) >= lengths[:, None]
+    dead = torch.arange(num_tokens, dtype=query_lens.dtype, device=query_lens.device) >= query_lens[:, None]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     segment = max(1, SEGMENT_ELEMENTS // (batch * channels))
     for start in range(0, num_tokens, segment):
@@ -40,7 +40,7 @@ def causal_conv1d_prefill(
         taps = _taps([inputs[:, start + j : stop + j] for j in range(history + 1)], weight, bias)
         y[:, start:stop] = taps.masked_fill_(dead[:, start:stop, None], 0.0)
 
-    return y, *tails_of(inputs, history, lengths, boundary_first, boundary_every)
+    return y, *tails_of(inputs, history, query_lens, boundary_first, boundary_every)
 
 
 def causal_conv1d_update(

@@ -19,7 +19,7 @@ def causal_conv1d_prefill(
     tail: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    lengths: torch.Tensor,
+    query_lens: torch.Tensor,
     *,
     boundary_first: torch.Tensor | None = None,
     boundary_every: int = 0,
@@ -32,8 +32,8 @@ def causal_conv1d_prefill(
     inputs = torch.cat((tail, x), dim=1)
     token = torch.arange(num_tokens, dtype=torch.int32, device=x.device)
     y = _taps([inputs[:, j : j + num_tokens] for j in range(history + 1)], weight, bias)
-    y = y.masked_fill((token >= lengths[:, None])[:, :, None], 0.0).to(x.dtype)
-    return y, *tails_of(inputs, history, lengths, boundary_first, boundary_every)
+    y = y.masked_fill((token >= query_lens[:, None])[:, :, None], 0.0).to(x.dtype)
+    return y, *tails_of(inputs, history, query_lens, boundary_first, boundary_every)
 
 
 def causal_conv1d_update(

@@ -25,7 +25,7 @@ class ChunkGatedDeltaRule(Protocol):
     v              [N, T, Hv, Dv]  any float dtype; value head h reads key head h // (Hv // Hk)
     g, beta        [N, T, Hv]      float32, from `gdn_gating`; g <= 0
     initial_state  [N, Hv, Dk, Dv] any float dtype; the running state is rounded to it after every chunk
-    lengths        [N] int32       real tokens of each sequence, 0..T; later tokens are exact no-ops, also NaN ones
+    query_lens        [N] int32       real tokens of each sequence, 0..T; later tokens are exact no-ops, also NaN ones
     chunk_size     tokens per chunk; the sequences start on the chunk grid. Any T works, the last chunk is padded here.
     boundary_first [N] int32       tokens from a sequence's first token to its first boundary: 1..boundary_every, a
                                    multiple of chunk_size; None when no boundaries are asked for
@@ -35,7 +35,7 @@ class ChunkGatedDeltaRule(Protocol):
     `boundary_first`, also boundary_states [N, ceil(T / boundary_every), Hv, Dk, Dv] in initial_state.dtype: entry i is
     the state after boundary_first + i * boundary_every tokens, bit for bit the final_state of a run that ends there.
     An entry past its sequence's end is unspecified, but finite when the real inputs are. `out` is zero at tokens >=
-    lengths. Asking for boundaries changes no bit of the other results. Nothing is mutated.
+    query_lens. Asking for boundaries changes no bit of the other results. Nothing is mutated.
 
     Raises ValueError when Hv is not a multiple of Hk and, with `boundary_first`, when boundary_every is not a positive
     multiple of chunk_size.
@@ -49,7 +49,7 @@ class ChunkGatedDeltaRule(Protocol):
         g: torch.Tensor,
         beta: torch.Tensor,
         initial_state: torch.Tensor,
-        lengths: torch.Tensor,
+        query_lens: torch.Tensor,
         *,
         chunk_size: int = 64,
         boundary_first: torch.Tensor | None = None,

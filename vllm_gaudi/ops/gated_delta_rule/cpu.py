@@ -31,7 +31,7 @@ def chunk_gated_delta_rule(
     g: torch.Tensor,
     beta: torch.Tensor,
     initial_state: torch.Tensor,
-    lengths: torch.Tensor,
+    query_lens: torch.Tensor,
     *,
     chunk_size: int = 64,
     boundary_first: torch.Tensor | None = None,
@@ -64,7 +64,7 @@ def chunk_gated_delta_rule(
             g[:, span],
             beta[:, span],
             state,
-            lengths - first * chunk_size,
+            query_lens - first * chunk_size,
             chunk_size,
             last - first,
             initial_state.dtype,
@@ -75,7 +75,7 @@ def chunk_gated_delta_rule(
         out[:, first * chunk_size : last * chunk_size].unflatten(1, (last - first, chunk_size)).copy_(seg_out)
 
     out = out[:, :num_tokens].contiguous()
-    out.masked_fill_(_dead_tokens(lengths, num_tokens)[:, :, None, None], 0.0)
+    out.masked_fill_(_dead_tokens(query_lens, num_tokens)[:, :, None, None], 0.0)
     final_state = state.reshape(initial_state.shape).to(initial_state.dtype, copy=True)
     if ends is None:
         return out, final_state
@@ -151,10 +151,10 @@ def _step_(terms, state):
     return out
 
 
-def _run_segment(q, k, v, g, beta, state, lengths, chunk_size, num_chunks, state_dtype, ring):
+def _run_segment(q, k, v, g, beta, state, query_lens, chunk_size, num_chunks, state_dtype, ring):
     """`num_chunks` consecutive chunks of every sequence; the arguments are slices of the public op's.
 
-    state [N * Hv, Dk, Dv] float32 (entry); lengths [N], counted from this segment's first token, may be negative.
+    state [N * Hv, Dk, Dv] float32 (entry); query_lens [N], counted from this segment's first token, may be negative.
     Writes the state after chunk c to ring[c], [num_chunks, N * Hv, Dk, Dv] float32; rows past a sequence's end are
     unspecified, but finite when its state is.
     Returns (out [N, num_chunks, C, Hv, Dv] float32, a strided view; exit state like `state`).
@@ -164,7 +164,7 @@ def _run_segment(q, k, v, g, beta, state, lengths, chunk_size, num_chunks, state
     grouped = (num_chunks, batch, k_heads, v_heads // k_heads, chunk_size)
 
     # What does not depend on the running state: leading dims [chunk, sequence, key head, value head in the group].
-    dead = _dead_tokens(lengths, num_chunks * chunk_size).view(batch, num_chunks, chunk_size).transpose(0, 1)
+    dead = _dead_tokens(query_lens, num_chunks * chunk_size).view(batch, num_chunks, chunk_size).transpose(0, 1)
     key = _l2_normalise(_to_chunks(k, dead))
     query = _l2_normalise(_to_chunks(q, dead)).mul_(k_dim**-0.5)
     value = _to_chunks(v, dead)
@@ -205,9 +205,9 @@ def _run_segment(q, k, v, g, beta, state, lengths, chunk_size, num_chunks, state
 
     # A sequence leaves with its state after the last chunk that has a real token; one that ended before, as it came.
     # One selection per segment is cheaper than one per chunk, and a product with exp(0) would not keep every bit.
-    last = ((lengths - 1) // chunk_size).clamp(0, num_chunks - 1)
+    last = ((query_lens - 1) // chunk_size).clamp(0, num_chunks - 1)
     state = _states_after(ring, last).view_as(entry)
-    ended = (lengths <= 0).repeat_interleave(v_heads)[:, None, None]
+    ended = (query_lens <= 0).repeat_interleave(v_heads)[:, None, None]
     torch.where(ended, entry, state, out=state)
     return out.view(num_chunks, batch, v_heads, chunk_size, v_dim).permute(1, 0, 3, 2, 4), state
 
@@ -311,9 +311,9 @@ def _to_chunks(x: torch.Tensor, dead: torch.Tensor) -> torch.Tensor:
     return chunks.masked_fill_(dead[:, :, None, :, None], 0.0)
 
 
-def _dead_tokens(lengths: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def _dead_tokens(query_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """bool [N, num_tokens]: the token lies at or after its sequence's end."""
-    return torch.arange(num_tokens, dtype=lengths.dtype, device=lengths.device) >= lengths[:, None]
+    return torch.arange(num_tokens, dtype=query_lens.dtype, device=query_lens.device) >= query_lens[:, None]
 
 
 def _l2_normalise(x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ def chunk_gated_delta_rule(
     g: torch.Tensor,
     beta: torch.Tensor,
     initial_state: torch.Tensor,
-    lengths: torch.Tensor,
+    query_lens: torch.Tensor,
     *,
     chunk_size: int = 64,
     boundary_first: torch.Tensor | None = None,
@@ -40,7 +40,7 @@ def chunk_gated_delta_rule(
     grouped = (batch, k_heads, v_heads // k_heads, num_chunks, chunk_size)
 
     token = torch.arange(num_chunks * chunk_size, dtype=torch.int32, device=q.device)
-    dead = token >= lengths[:, None]  # bool [N, chunks * C]
+    dead = token >= query_lens[:, None]  # bool [N, chunks * C]
     key = _l2_normalise(_to_chunks(k, dead, num_chunks))  # [N, H, chunks, C, D]
     query = _l2_normalise(_to_chunks(q, dead, num_chunks)) * k_dim**-0.5
     value = _to_chunks(v, dead, num_chunks).reshape(*grouped, v_dim)

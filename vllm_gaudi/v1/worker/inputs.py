@@ -190,7 +190,7 @@ class InputBuilder:
         mapping = mapping.astype(np.int64)
         table = np.full((batch, bucket.blocks), spare, np.int32)
         num_computed_tokens = np.zeros(batch, np.int32)
-        lengths = np.zeros(batch, np.int32)
+        query_lens = np.zeros(batch, np.int32)
         for n, sequence in enumerate(sequences):
             length, blocks = len(sequence.tokens), sequence.kernel_blocks
             where = sequence.num_computed_tokens + np.arange(length)
@@ -199,23 +199,23 @@ class InputBuilder:
             mapping[n, :length] = blocks[where // self._kernel_block] * self._kernel_block + where % self._kernel_block
             table[n, : len(blocks)] = blocks
             num_computed_tokens[n] = sequence.num_computed_tokens
-            lengths[n] = length
+            query_lens[n] = length
         read, write = self._state_rows(sequences, batch)
-        last_row = np.arange(batch) * query + np.maximum(lengths, 1) - 1
+        last_row = np.arange(batch) * query + np.maximum(query_lens, 1) - 1
         kept, staged = self._kept_boundaries(bucket, num_computed_tokens, crossed)
         attn = HPUAttentionMetadata(
             batch=batch,
             query=query,
             kernel_block=self._kernel_block,
-            gemm_rows=self._prefill_gemm_rows(self._tiles, bucket, lengths if members else None),
-            expert_gemm_rows=self._prefill_gemm_rows(self._expert_tiles, bucket, lengths if members else None),
+            gemm_rows=self._prefill_gemm_rows(self._tiles, bucket, query_lens if members else None),
+            expert_gemm_rows=self._prefill_gemm_rows(self._expert_tiles, bucket, query_lens if members else None),
             slot_mapping=self._upload(mapping.reshape(-1), np.int64),
             state_read=self._upload(read, np.int64),
             state_write=self._upload(write, np.int64),
             prefill=PrefillAttention(
                 block_table=self._upload(table, np.int32),
                 num_computed_tokens=self._upload(num_computed_tokens, np.int32),
-                lengths=self._upload(lengths, np.int32),
+                query_lens=self._upload(query_lens, np.int32),
             ),
             kept=kept,
             hints=self._hints(num_computed_tokens, sequences),
@@ -232,16 +232,16 @@ class InputBuilder:
 
     @staticmethod
     def _prefill_gemm_rows(
-        tiles: RowTiles | None, bucket: PrefillBucket, lengths: np.ndarray | None
+        tiles: RowTiles | None, bucket: PrefillBucket, query_lens: np.ndarray | None
     ) -> GemmRows | None:
-        """The products of a prefill; with short tiles they leave padding out. ``lengths`` None: a dummy run."""
+        """The products of a prefill; with short tiles they leave padding out. ``query_lens`` None: a dummy run."""
         if tiles is None:
             return None
-        if not tiles.short_tile or lengths is None:
+        if not tiles.short_tile or query_lens is None:
             return GemmRows(tiles.prefill)
         slices = (
             (n * bucket.query + first, rows)
-            for n, length in enumerate(lengths.tolist())
+            for n, length in enumerate(query_lens.tolist())
             for first, rows in tiles.gemm_slices(length)
         )
         return GemmRows(tiles.prefill, tuple(slices))

@@ -129,7 +129,7 @@ def check_prefill(inputs: ModelInputs, rows: list[Row]) -> None:
     for n in range(bucket.batch):
         row = rows[n] if n < len(rows) else None
         length = row.scheduled if row else 0
-        assert int(attn.prefill.lengths[n]) == length
+        assert int(attn.prefill.query_lens[n]) == length
         if row:
             real = list(range(row.computed, row.end))
             assert int(attn.prefill.num_computed_tokens[n]) == row.computed
