@@ -66,8 +66,8 @@ class Seen:
             self.forwards.add(("prefill", rows, attn.batch, table[1], kept))
         else:
             listed = attn.decode.block_list.shape[0]
-            assert attn.decode.block_rows.shape == attn.decode.block_lens.shape == (listed,)
-            assert attn.decode.row_first.shape == attn.slot_mapping.shape == attn.state_read.shape == (attn.batch,)
+            assert attn.decode.block_groups.shape == attn.decode.block_usage.shape == (listed,)
+            assert attn.decode.first_block.shape == attn.slot_mapping.shape == attn.state_read.shape == (attn.batch,)
             self.forwards.add(("decode", rows, attn.batch, listed, 0))
 
 

@@ -234,6 +234,6 @@ class SymbolicGraphs(GraphRunner):
         if attn.prefill is not None:
             return attn.prefill.block_table.numpy()[n]
         assert attn.decode is not None
-        first = int(attn.decode.row_first[n])
-        mine = attn.decode.block_rows.numpy()[first:] == n
+        first = int(attn.decode.first_block[n])
+        mine = attn.decode.block_groups.numpy()[first:] == n
         return attn.decode.block_list.numpy()[first:][mine]

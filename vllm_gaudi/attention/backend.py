@@ -119,9 +119,9 @@ class HPUAttentionImpl(AttentionImpl):
                 k_cache,
                 v_cache,
                 meta.decode.block_list,
-                meta.decode.block_rows,
-                meta.decode.block_lens,
-                meta.decode.row_first,
+                meta.decode.block_groups,
+                meta.decode.block_usage,
+                meta.decode.first_block,
                 self.scale,
                 kernel_block=meta.kernel_block,
             )

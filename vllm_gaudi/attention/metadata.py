@@ -38,9 +38,9 @@ class DecodeAttention:
     """Each of N sequences runs one token row; the blocks of all rows stand in one flat list."""
 
     block_list: torch.Tensor  # [F] int32: kernel block ids, grouped by row, pads = the spare block
-    block_rows: torch.Tensor  # [F] int32: the row that reads the block
-    block_lens: torch.Tensor  # [F] int32: tokens of the block that the row sees, 0 for a pad
-    row_first: torch.Tensor  # [N] int32: index of the row's first entry in the list
+    block_groups: torch.Tensor  # [F] int32: the row that reads the block
+    block_usage: torch.Tensor  # [F] int32: tokens of the block that the row sees, 0 for a pad
+    first_block: torch.Tensor  # [N] int32: index of the row's first entry in the list
 
 
 @dataclass(frozen=True)

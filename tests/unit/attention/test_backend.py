@@ -46,7 +46,7 @@ def prefill(batch, query, table, starts, query_lens, places):
     )
 
 
-def decode(batch, places, block_list, block_rows, block_lens, row_first):
+def decode(batch, places, block_list, block_groups, block_usage, first_block):
     return HPUAttentionMetadata(
         batch=batch,
         query=1,
@@ -54,7 +54,7 @@ def decode(batch, places, block_list, block_rows, block_lens, row_first):
         slot_mapping=longs(*places),
         state_read=longs(*range(batch)),
         state_write=longs(*range(batch)),
-        decode=DecodeAttention(ints(*block_list), ints(*block_rows), ints(*block_lens), ints(*row_first)),
+        decode=DecodeAttention(ints(*block_list), ints(*block_groups), ints(*block_usage), ints(*first_block)),
     )
 
 

@@ -49,7 +49,7 @@ class Pages:
         return torch.tensor([(self.blocks[n] + [SPARE] * width)[:width] for n in members], dtype=torch.int32)
 
     def flat(self, members, pads=0, pad_row=None):
-        """block_list, block_rows, block_lens, row_first of a decode over `members` (None: no blocks)."""
+        """block_list, block_groups, block_usage, first_block of a decode over `members` (None: no blocks)."""
         blocks, rows, lens, first = [], [], [], []
         for row, n in enumerate(members):
             first.append(len(blocks) if n is not None else 0)

@@ -72,15 +72,15 @@ class PagedDecodeAttention(Protocol):
     q           [R, H, D]  H a multiple of Hkv
     caches      see the module docstring; only read; tokens behind a block's length may hold anything, also NaN
     block_list  [F] int32  kernel block ids; the entries of one row are contiguous and in position order
-    block_rows  [F] int32  owning row of each entry, in 0..R-1
-    block_lens  [F] int32  valid tokens of each entry, 0..kernel_block
-    row_first   [R] int32  index of each row's first entry, in 0..F-1
+    block_groups  [F] int32  owning row of each entry, in 0..R-1
+    block_usage  [F] int32  valid tokens of each entry, 0..kernel_block
+    first_block   [R] int32  index of each row's first entry, in 0..F-1
     scale       factor on the scores
     kernel_block  tokens of a kernel block
 
-    Pads: block_list = the spare block, block_lens = 0, block_rows = any row in range (R - 1 by convention), behind all
-    live entries. An empty entry changes nothing, by selection, whichever row it names. A row without blocks may name
-    any entry in row_first (0 by convention): unless that entry is live and its own, the row's result is zeros.
+    Pads: block_list = the spare block, block_usage = 0, block_groups = any row in range (R - 1 by convention), behind
+    all live entries. An empty entry changes nothing, by selection, whichever row it names. A row without blocks may
+    name any entry in first_block (0 by convention): unless that entry is live and its own, the row's result is zeros.
 
     Returns [R, H, D] in q.dtype. Nothing is mutated. Each entry gives (maximum, sum, weighted values); then log2(F)
     doubling steps merge entry i with entry i + 2^s of the same row. So the order of merging depends on the offset
@@ -93,9 +93,9 @@ class PagedDecodeAttention(Protocol):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         block_list: torch.Tensor,
-        block_rows: torch.Tensor,
-        block_lens: torch.Tensor,
-        row_first: torch.Tensor,
+        block_groups: torch.Tensor,
+        block_usage: torch.Tensor,
+        first_block: torch.Tensor,
         scale: float,
         *,
         kernel_block: int,

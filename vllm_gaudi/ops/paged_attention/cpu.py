@@ -101,9 +101,9 @@ def paged_decode_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_list: torch.Tensor,
-    block_rows: torch.Tensor,
-    block_lens: torch.Tensor,
-    row_first: torch.Tensor,
+    block_groups: torch.Tensor,
+    block_usage: torch.Tensor,
+    first_block: torch.Tensor,
     scale: float,
     *,
     kernel_block: int,
@@ -112,8 +112,8 @@ def paged_decode_attention(
     rows, heads, dim = q.shape
     kv_heads = k_cache.shape[1]
     num_entries = block_list.shape[0]
-    query = (q.float() * scale).index_select(0, block_rows).view(num_entries, kv_heads, -1, dim)
-    unused = torch.arange(kernel_block, dtype=block_lens.dtype, device=q.device) >= block_lens[:, None]
+    query = (q.float() * scale).index_select(0, block_groups).view(num_entries, kv_heads, -1, dim)
+    unused = torch.arange(kernel_block, dtype=block_usage.dtype, device=q.device) >= block_usage[:, None]
 
     pieces = []
     for start in range(0, num_entries, ENTRIES_AT_ONCE):
@@ -129,19 +129,19 @@ def paged_decode_attention(
     top, total, acc = (torch.cat([p[i] for p in pieces]).view(num_entries, heads, -1) for i in range(3))
     merged = _Softmax(top, total, acc)
 
-    live = block_lens > 0
+    live = block_usage > 0
     entry = torch.arange(num_entries, dtype=torch.int32, device=q.device)
     step = 1
     while step < num_entries:
-        same_row = (block_rows == block_rows.roll(-step)) & (entry < num_entries - step)
+        same_row = (block_groups == block_groups.roll(-step)) & (entry < num_entries - step)
         joined = same_row & live.roll(-step)
         merged = _merge(merged, _Softmax(*(x.roll(-step, 0) for x in merged)), joined[:, None, None])
         live = live | joined
         step *= 2
 
-    row = torch.arange(rows, dtype=block_rows.dtype, device=q.device)
-    own = (block_rows.index_select(0, row_first) == row) & live.index_select(0, row_first)
-    out = merged.acc.index_select(0, row_first) / merged.total.index_select(0, row_first)
+    row = torch.arange(rows, dtype=block_groups.dtype, device=q.device)
+    own = (block_groups.index_select(0, first_block) == row) & live.index_select(0, first_block)
+    out = merged.acc.index_select(0, first_block) / merged.total.index_select(0, first_block)
     return out.masked_fill_(~own[:, None, None], 0.0).to(q.dtype)
 
 

@@ -59,14 +59,14 @@ def paged_decode_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_list: torch.Tensor,
-    block_rows: torch.Tensor,
-    block_lens: torch.Tensor,
-    row_first: torch.Tensor,
+    block_groups: torch.Tensor,
+    block_usage: torch.Tensor,
+    first_block: torch.Tensor,
     scale: float,
     *,
     kernel_block: int,
 ) -> torch.Tensor:
-    """`PagedDecodeAttention`, except its bitwise promise; row_first is unused.
+    """`PagedDecodeAttention`, except its bitwise promise; first_block is unused.
 
     Each block's softmax is rescaled to its row's maximum, then a [R, F] one-hot matrix adds the blocks of a row up.
     Empty entries enter that product as selected zeros. Keys and values of all F blocks are gathered and multiplied in
@@ -76,20 +76,20 @@ def paged_decode_attention(
     kv_heads = k_cache.shape[1]
     entries = block_list.shape[0]
     token = torch.arange(kernel_block, dtype=torch.int32, device=q.device)
-    unused = (token >= block_lens[:, None])[:, None, :, None]  # [F, 1, kernel_block, 1]
+    unused = (token >= block_usage[:, None])[:, None, :, None]  # [F, 1, kernel_block, 1]
     key, value = (
         cache.unflatten(0, (-1, kernel_block)).index_select(0, block_list).transpose(1, 2).masked_fill(unused, 0.0)
         for cache in (k_cache, v_cache)
     )  # [F, Hkv, kernel_block, D]
-    query = (q.float() * scale).to(key.dtype).index_select(0, block_rows).view(entries, kv_heads, -1, dim)
+    query = (q.float() * scale).to(key.dtype).index_select(0, block_groups).view(entries, kv_heads, -1, dim)
     lowest = torch.finfo(torch.float32).min
     scores = (query @ key.transpose(-1, -2)).float().masked_fill(unused.transpose(-1, -2), lowest)
 
-    owns = block_rows == torch.arange(rows, dtype=torch.int32, device=q.device)[:, None]  # bool [R, F]
-    owns = owns & (block_lens > 0)
+    owns = block_groups == torch.arange(rows, dtype=torch.int32, device=q.device)[:, None]  # bool [R, F]
+    owns = owns & (block_usage > 0)
     block_top = scores.amax(-1).view(entries, heads)
     row_top = block_top.masked_fill(~owns[:, :, None], lowest).amax(1)  # over [R, F, H]
-    shift = row_top.index_select(0, block_rows).view(entries, kv_heads, -1, 1)
+    shift = row_top.index_select(0, block_groups).view(entries, kv_heads, -1, 1)
     probs = torch.exp(scores - shift).masked_fill(unused.transpose(-1, -2), 0.0)
 
     one_hot = owns.float()

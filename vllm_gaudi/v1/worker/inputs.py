@@ -293,9 +293,9 @@ class InputBuilder:
         mapping = (spare * self._kernel_block + np.arange(batch) % self._kernel_block).astype(np.int64)
         block_list = np.full(bucket.blocks, spare, np.int32)
         # Pads of the list belong to the last row with no token in sight, behind that row's own blocks.
-        block_rows = np.full(bucket.blocks, batch - 1, np.int32)
-        block_lens = np.zeros(bucket.blocks, np.int32)
-        row_first = np.full(batch, bucket.blocks - 1, np.int32)
+        block_groups = np.full(bucket.blocks, batch - 1, np.int32)
+        block_usage = np.zeros(bucket.blocks, np.int32)
+        first_block = np.full(batch, bucket.blocks - 1, np.int32)
         used = 0
         for n, sequence in enumerate(sequences):
             start, blocks = sequence.num_computed_tokens, sequence.kernel_blocks
@@ -304,10 +304,10 @@ class InputBuilder:
             mapping[n] = blocks[start // self._kernel_block] * self._kernel_block + start % self._kernel_block
             end = used + len(blocks)
             block_list[used:end] = blocks
-            block_rows[used:end] = n
-            block_lens[used:end] = self._kernel_block
-            block_lens[end - 1] = start % self._kernel_block + 1
-            row_first[n] = used
+            block_groups[used:end] = n
+            block_usage[used:end] = self._kernel_block
+            block_usage[end - 1] = start % self._kernel_block + 1
+            first_block[n] = used
             used = end
         read, write = self._state_rows(sequences, batch)
         attn = HPUAttentionMetadata(
@@ -321,9 +321,9 @@ class InputBuilder:
             state_write=self._upload(write, np.int64),
             decode=DecodeAttention(
                 block_list=self._upload(block_list, np.int32),
-                block_rows=self._upload(block_rows, np.int32),
-                block_lens=self._upload(block_lens, np.int32),
-                row_first=self._upload(row_first, np.int32),
+                block_groups=self._upload(block_groups, np.int32),
+                block_usage=self._upload(block_usage, np.int32),
+                first_block=self._upload(first_block, np.int32),
             ),
             hints=self._hints(positions[: len(sequences)], sequences),
         )

@@ -172,15 +172,15 @@ def check_decode(inputs: ModelInputs, rows: list[Row]) -> None:
     num_pads = bucket.blocks - len(flat)
     assert attn.decode.block_list.tolist() == flat + [SPARE] * num_pads
     readers = [n for n, blocks in enumerate(lists) for _ in blocks]
-    assert attn.decode.block_rows.tolist() == readers + [bucket.batch - 1] * num_pads
+    assert attn.decode.block_groups.tolist() == readers + [bucket.batch - 1] * num_pads
     seen = [
         min(KERNEL, row.end - KERNEL * k) for row, blocks in zip(rows, lists, strict=True) for k in range(len(blocks))
     ]
-    assert attn.decode.block_lens.tolist() == seen + [0] * num_pads
+    assert attn.decode.block_usage.tolist() == seen + [0] * num_pads
     firsts = np.cumsum([0] + [len(blocks) for blocks in lists])[:-1].tolist()
-    assert attn.decode.row_first[:num].tolist() == firsts
-    assert ((attn.decode.row_first >= 0) & (attn.decode.row_first < bucket.blocks)).all()
-    rows_in_order = attn.decode.block_rows.tolist()
+    assert attn.decode.first_block[:num].tolist() == firsts
+    assert ((attn.decode.first_block >= 0) & (attn.decode.first_block < bucket.blocks)).all()
+    rows_in_order = attn.decode.block_groups.tolist()
     assert rows_in_order == sorted(rows_in_order)
 
 
@@ -240,7 +240,7 @@ class TestDecode:
         (forward,) = check(make(), decode(3, 9, 4, 6))
         assert forward.bucket == DecodeBucket(1, 8)
         assert forward.attn.decode.block_list[:3].tolist() == [8, 9, 12]
-        assert forward.attn.decode.block_lens[:3].tolist() == [4, 4, 2]
+        assert forward.attn.decode.block_usage[:3].tolist() == [4, 4, 2]
 
     @pytest.mark.parametrize("computed", [1, 3, 4, 7, 8, 15, 16])
     def test_around_the_ends_of_blocks(self, computed):
