@@ -58,16 +58,18 @@ class Seen:
             assert (
                 attn.prefill.num_computed_tokens.shape
                 == attn.prefill.query_lens.shape
-                == attn.state_read.shape
+                == attn.state_indices_in.shape
                 == (attn.batch,)
             )
-            kept = 0 if attn.kept is None else len(attn.kept.state_write)
+            kept = 0 if attn.kept is None else len(attn.kept.state_indices_out)
             assert attn.kept is None or attn.kept.first.shape == (attn.batch,)
             self.forwards.add(("prefill", rows, attn.batch, table[1], kept))
         else:
             listed = attn.decode.block_list.shape[0]
             assert attn.decode.block_groups.shape == attn.decode.block_usage.shape == (listed,)
-            assert attn.decode.first_block.shape == attn.slot_mapping.shape == attn.state_read.shape == (attn.batch,)
+            assert (
+                attn.decode.first_block.shape == attn.slot_mapping.shape == attn.state_indices_in.shape == (attn.batch,)
+            )
             self.forwards.add(("decode", rows, attn.batch, listed, 0))
 
 

@@ -90,7 +90,7 @@ class SymbolicGraphs(GraphRunner):
         ids = inputs.input_ids.numpy()
         positions = (inputs.positions if inputs.positions.dim() == 1 else inputs.positions[0]).numpy()
         hidden = np.zeros(len(ids), np.int64)
-        read, write = attn.state_read.numpy(), attn.state_write.numpy()
+        read, write = attn.state_indices_in.numpy(), attn.state_indices_out.numpy()
         slots = attn.slot_mapping.numpy()
         lengths = attn.prefill.query_lens.numpy() if attn.prefill is not None else np.ones(attn.batch, np.int32)
         for n in range(len(inputs.members)):
@@ -113,7 +113,7 @@ class SymbolicGraphs(GraphRunner):
             return
         past_first = num_tokens - int(kept.first[n])
         if past_first >= 0 and past_first % kept.every == 0:
-            rows = kept.state_write.view(inputs.attn.batch, -1)
+            rows = kept.state_indices_out.view(inputs.attn.batch, -1)
             self._write_state(int(rows[n, past_first // kept.every]), state)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

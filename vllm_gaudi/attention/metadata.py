@@ -30,7 +30,7 @@ class KeptBoundaries:
 
     first: torch.Tensor  # [N] int32: tokens from the chunk's first token to the first boundary, at least 1
     every: int  # tokens between boundaries: B
-    state_write: torch.Tensor  # [N * S] int64: GDN state row that is written (TRASH for what is not kept)
+    state_indices_out: torch.Tensor  # [N * S] int64: GDN state row that is written (TRASH for what is not kept)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class HostHints:
     """What layers of a host may take a shorter way with: the step in plain numbers, without padding."""
 
     num_computed_range: tuple[int, int]  # least and largest number of tokens before a sequence's first row
-    state_indices: tuple[int, ...]  # GDN state row of each real sequence
+    state_indices_cpu: tuple[int, ...]  # GDN state row of each real sequence
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class HPUAttentionMetadata:
     query: int
     kernel_block: int  # tokens
     slot_mapping: torch.Tensor  # [batch * query] int64: kernel block * kernel block size + offset of each row's K/V
-    state_read: torch.Tensor  # [batch] int64: GDN state row that is read (ZERO for pads)
-    state_write: torch.Tensor  # [batch] int64: GDN state row that is written (TRASH for pads)
+    state_indices_in: torch.Tensor  # [batch] int64: GDN state row that is read (ZERO for pads)
+    state_indices_out: torch.Tensor  # [batch] int64: GDN state row that is written (TRASH for pads)
     prefill: PrefillAttention | None = None
     decode: DecodeAttention | None = None
     kept: KeptBoundaries | None = None

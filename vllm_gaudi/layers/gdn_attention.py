@@ -100,7 +100,7 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         )
         convolved, tail, *tails = self._ops.causal_conv1d_prefill(
             mixed_qkv.reshape(*batched, -1),
-            conv.index_select(0, meta.state_read),
+            conv.index_select(0, meta.state_indices_in),
             self._conv_weight(),
             None,
             meta.prefill.query_lens,
@@ -114,17 +114,17 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
             v,
             g,
             beta,
-            ssm.index_select(0, meta.state_read),
+            ssm.index_select(0, meta.state_indices_in),
             meta.prefill.query_lens,
             chunk_size=self._chunk_size,
             **boundaries,
         )
-        conv.index_copy_(0, meta.state_write, tail)
-        ssm.index_copy_(0, meta.state_write, state)
+        conv.index_copy_(0, meta.state_indices_out, tail)
+        ssm.index_copy_(0, meta.state_indices_out, state)
         if kept is not None:
-            num_kept = kept.state_write.shape[0]
-            conv.index_copy_(0, kept.state_write, tails[0][:, : num_kept // meta.batch].flatten(0, 1))
-            ssm.index_copy_(0, kept.state_write, states[0][:, : num_kept // meta.batch].flatten(0, 1))
+            num_kept = kept.state_indices_out.shape[0]
+            conv.index_copy_(0, kept.state_indices_out, tails[0][:, : num_kept // meta.batch].flatten(0, 1))
+            ssm.index_copy_(0, kept.state_indices_out, states[0][:, : num_kept // meta.batch].flatten(0, 1))
         return out.reshape(meta.num_rows, self.num_local_v_heads, self.head_v_dim)
 
     def _decode(
@@ -132,14 +132,14 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     ) -> torch.Tensor:
         conv, ssm = self.kv_cache
         convolved, tail = self._ops.causal_conv1d_update(
-            mixed_qkv, conv.index_select(0, meta.state_read), self._conv_weight(), None
+            mixed_qkv, conv.index_select(0, meta.state_indices_in), self._conv_weight(), None
         )
         q, k, v = self._split_heads(convolved)
         g, beta = self._ops.gdn_gating(self.A_log, a, b, self.dt_bias)
-        conv.index_copy_(0, meta.state_write, tail)
+        conv.index_copy_(0, meta.state_indices_out, tail)
         if meta.hints is not None:
-            states = [ssm[row] for row in meta.hints.state_indices]
+            states = [ssm[row] for row in meta.hints.state_indices_cpu]
             return self._ops.recurrent_gated_delta_rule_(q, k, v, g, beta, states)
-        out, state = self._ops.recurrent_gated_delta_rule(q, k, v, g, beta, ssm.index_select(0, meta.state_read))
-        ssm.index_copy_(0, meta.state_write, state)
+        out, state = self._ops.recurrent_gated_delta_rule(q, k, v, g, beta, ssm.index_select(0, meta.state_indices_in))
+        ssm.index_copy_(0, meta.state_indices_out, state)
         return out

@@ -40,8 +40,8 @@ def prefill(batch, query, table, starts, query_lens, places):
         query=query,
         kernel_block=KERNEL,
         slot_mapping=longs(*places),
-        state_read=longs(*range(batch)),
-        state_write=longs(*range(batch)),
+        state_indices_in=longs(*range(batch)),
+        state_indices_out=longs(*range(batch)),
         prefill=PrefillAttention(torch.tensor(table, dtype=torch.int32), ints(*starts), ints(*query_lens)),
     )
 
@@ -52,8 +52,8 @@ def decode(batch, places, block_list, block_groups, block_usage, first_block):
         query=1,
         kernel_block=KERNEL,
         slot_mapping=longs(*places),
-        state_read=longs(*range(batch)),
-        state_write=longs(*range(batch)),
+        state_indices_in=longs(*range(batch)),
+        state_indices_out=longs(*range(batch)),
         decode=DecodeAttention(ints(*block_list), ints(*block_groups), ints(*block_usage), ints(*first_block)),
     )
 

@@ -89,8 +89,8 @@ def metadata(slots, query, query_lens=None, batch=None):
         query=query,
         kernel_block=16,
         slot_mapping=none,
-        state_read=torch.tensor([*slots, *[ZERO] * pads]),
-        state_write=torch.tensor([*slots, *[TRASH] * pads]),
+        state_indices_in=torch.tensor([*slots, *[ZERO] * pads]),
+        state_indices_out=torch.tensor([*slots, *[TRASH] * pads]),
         **kind,
     )
 

@@ -200,7 +200,7 @@ class InputBuilder:
             table[n, : len(blocks)] = blocks
             num_computed_tokens[n] = sequence.num_computed_tokens
             query_lens[n] = length
-        read, write = self._state_rows(sequences, batch)
+        read, write = self._state_indices(sequences, batch)
         last_row = np.arange(batch) * query + np.maximum(query_lens, 1) - 1
         kept, staged = self._kept_boundaries(bucket, num_computed_tokens, crossed)
         attn = HPUAttentionMetadata(
@@ -210,8 +210,8 @@ class InputBuilder:
             gemm_rows=self._prefill_gemm_rows(self._tiles, bucket, query_lens if members else None),
             expert_gemm_rows=self._prefill_gemm_rows(self._expert_tiles, bucket, query_lens if members else None),
             slot_mapping=self._upload(mapping.reshape(-1), np.int64),
-            state_read=self._upload(read, np.int64),
-            state_write=self._upload(write, np.int64),
+            state_indices_in=self._upload(read, np.int64),
+            state_indices_out=self._upload(write, np.int64),
             prefill=PrefillAttention(
                 block_table=self._upload(table, np.int32),
                 num_computed_tokens=self._upload(num_computed_tokens, np.int32),
@@ -272,7 +272,9 @@ class InputBuilder:
             rows.append(row)
             blocks.append(boundaries.blocks)
         kept = KeptBoundaries(
-            first=self._upload(first, np.int32), every=every, state_write=self._upload(write.reshape(-1), np.int64)
+            first=self._upload(first, np.int32),
+            every=every,
+            state_indices_out=self._upload(write.reshape(-1), np.int64),
         )
         if not rows:
             return kept, None
@@ -309,7 +311,7 @@ class InputBuilder:
             block_usage[end - 1] = start % self._kernel_block + 1
             first_block[n] = used
             used = end
-        read, write = self._state_rows(sequences, batch)
+        read, write = self._state_indices(sequences, batch)
         attn = HPUAttentionMetadata(
             batch=batch,
             query=1,
@@ -317,8 +319,8 @@ class InputBuilder:
             gemm_rows=None if self._tiles is None else GemmRows(self._tiles.decode),
             expert_gemm_rows=None if self._expert_tiles is None else GemmRows(self._expert_tiles.decode),
             slot_mapping=self._upload(mapping, np.int64),
-            state_read=self._upload(read, np.int64),
-            state_write=self._upload(write, np.int64),
+            state_indices_in=self._upload(read, np.int64),
+            state_indices_out=self._upload(write, np.int64),
             decode=DecodeAttention(
                 block_list=self._upload(block_list, np.int32),
                 block_groups=self._upload(block_groups, np.int32),
@@ -336,7 +338,7 @@ class InputBuilder:
             logit_rows=self._upload(np.arange(batch), np.int64),
         )
 
-    def _state_rows(self, sequences: Sequence[ScheduledSequence], batch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _state_indices(self, sequences: Sequence[ScheduledSequence], batch: int) -> tuple[np.ndarray, np.ndarray]:
         read = np.full(batch, self._pads.zero_row, np.int64)
         write = np.full(batch, self._pads.trash_row, np.int64)
         for n, sequence in enumerate(sequences):

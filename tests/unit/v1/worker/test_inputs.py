@@ -138,12 +138,12 @@ def check_prefill(inputs: ModelInputs, rows: list[Row]) -> None:
             assert places[n, :length].tolist() == [row.place(p) for p in real]
             blocks = row.kernel_blocks()
             assert table[n, : len(blocks)].tolist() == blocks
-            assert (int(attn.state_read[n]), int(attn.state_write[n])) == (row.slot, row.slot)
+            assert (int(attn.state_indices_in[n]), int(attn.state_indices_out[n])) == (row.slot, row.slot)
             assert int(inputs.logit_rows[n]) == n * bucket.query + length - 1
         else:
             blocks = []
             assert int(attn.prefill.num_computed_tokens[n]) == 0
-            assert (int(attn.state_read[n]), int(attn.state_write[n])) == (ZERO, TRASH)
+            assert (int(attn.state_indices_in[n]), int(attn.state_indices_out[n])) == (ZERO, TRASH)
             assert 0 <= int(inputs.logit_rows[n]) < bucket.rows
         assert (table[n, len(blocks) :] == SPARE).all()
         assert (places[n, length:] // KERNEL == SPARE).all()
@@ -157,14 +157,14 @@ def check_decode(inputs: ModelInputs, rows: list[Row]) -> None:
     assert (attn.batch, attn.query, attn.gemm_rows) == (bucket.batch, 1, GemmRows(16))
     assert attn.expert_gemm_rows == GemmRows(8)
     assert inputs.input_ids.shape == inputs.positions.shape == (bucket.rows,)
-    assert attn.slot_mapping.shape == attn.state_read.shape == attn.state_write.shape == (bucket.batch,)
+    assert attn.slot_mapping.shape == attn.state_indices_in.shape == attn.state_indices_out.shape == (bucket.batch,)
     assert attn.decode.block_list.shape == (bucket.blocks,)
     assert inputs.logit_rows.tolist() == list(range(bucket.batch))
     num = len(rows)
     assert inputs.input_ids.tolist() == [100 + row.slot for row in rows] + [0] * (bucket.rows - num)
     assert inputs.positions.tolist() == [row.computed for row in rows] + [0] * (bucket.rows - num)
-    assert attn.state_read.tolist() == [row.slot for row in rows] + [ZERO] * (bucket.batch - num)
-    assert attn.state_write.tolist() == [row.slot for row in rows] + [TRASH] * (bucket.batch - num)
+    assert attn.state_indices_in.tolist() == [row.slot for row in rows] + [ZERO] * (bucket.batch - num)
+    assert attn.state_indices_out.tolist() == [row.slot for row in rows] + [TRASH] * (bucket.batch - num)
     assert attn.slot_mapping[:num].tolist() == [row.place(row.computed) for row in rows]
     assert (attn.slot_mapping[num:] // KERNEL == SPARE).all()
     lists = [row.kernel_blocks() for row in rows]
@@ -231,7 +231,7 @@ class TestPrefill:
         assert forward.input_ids.dtype == torch.int32
         assert {t.dtype for t in (forward.logit_rows, attn.slot_mapping)} == {torch.int64}
         assert {t.dtype for t in (forward.input_ids, forward.positions)} == {torch.int32}
-        assert {attn.state_read.dtype, attn.state_write.dtype} == {torch.int64}
+        assert {attn.state_indices_in.dtype, attn.state_indices_out.dtype} == {torch.int64}
         assert {t.dtype for t in vars(attn.prefill).values() if t is not None} == {torch.int32}
 
 
@@ -267,7 +267,7 @@ class TestDecode:
         first = check(builder, decode(0, 3, 1), decode(1, 3, 2))
         second = check(builder, decode(4, 3, 7), decode(5, 3, 8))
         assert first[0].bucket == second[0].bucket
-        assert first[0].attn.state_read.tolist() == [0, 1]
+        assert first[0].attn.state_indices_in.tolist() == [0, 1]
 
     def test_dtypes(self):
         (forward,) = check(make(), decode(0, 3, 1))
@@ -275,7 +275,7 @@ class TestDecode:
         assert forward.input_ids.dtype == torch.int32
         assert {t.dtype for t in (forward.logit_rows, attn.slot_mapping)} == {torch.int64}
         assert {t.dtype for t in (forward.input_ids, forward.positions)} == {torch.int32}
-        assert {attn.state_read.dtype, attn.state_write.dtype} == {torch.int64}
+        assert {attn.state_indices_in.dtype, attn.state_indices_out.dtype} == {torch.int64}
         assert {t.dtype for t in vars(attn.decode).values()} == {torch.int32}
 
 
@@ -301,7 +301,7 @@ class TestOnAHostWithoutAnyGraph:
     def test_a_decode_is_told_its_rows_and_has_no_pads_in_its_list(self):
         (forward,) = check(make(is_host=True), decode(5, 9, 4, 6), decode(1, 2, 5), decode(3, 3, 7))
         assert forward.bucket == DecodeBucket(3, 5)
-        assert forward.attn.hints.state_indices == (5, 1, 3)
+        assert forward.attn.hints.state_indices_cpu == (5, 1, 3)
 
     def test_a_device_is_not_told(self):
         (forward,) = check(make(), decode(5, 9, 4, 6))
@@ -417,10 +417,10 @@ def test_any_step(rows, max_blocks):
     written = [place for inputs in forwards for place in inputs.attn.slot_mapping.tolist()]
     live = [row.place(position) for row in rows for position in range(row.computed, row.end)]
     assert sorted(place for place in written if place // KERNEL != SPARE) == sorted(live)
-    states = [slot for inputs in forwards for slot in inputs.attn.state_write.tolist()]
+    states = [slot for inputs in forwards for slot in inputs.attn.state_indices_out.tolist()]
     assert sorted(slot for slot in states if slot != TRASH) == sorted(row.slot for row in rows)
-    assert all(ZERO not in inputs.attn.state_write.tolist() for inputs in forwards)
-    assert all(TRASH not in inputs.attn.state_read.tolist() for inputs in forwards)
+    assert all(ZERO not in inputs.attn.state_indices_out.tolist() for inputs in forwards)
+    assert all(TRASH not in inputs.attn.state_indices_in.tolist() for inputs in forwards)
     grid = make(max_blocks=max_blocks)._grid
     known = {*grid.all_prefill(), *grid.all_decode()}
     assert all(inputs.bucket in known for inputs in forwards)
@@ -445,7 +445,7 @@ class TestKeptBoundaries:
         kept = one.attn.kept
         assert one.bucket.boundaries == 1 and kept.every == self.B
         assert kept.first.tolist()[:3] == [4, 8, 4] and kept.first.dtype == torch.int32
-        assert kept.state_write.tolist() == [STAGING] + [TRASH] * (one.bucket.batch - 1)
+        assert kept.state_indices_out.tolist() == [STAGING] + [TRASH] * (one.bucket.batch - 1)
         assert one.staged.rows.tolist() == [STAGING] and one.staged.blocks.tolist() == [[7], [107]]
 
     @pytest.mark.parametrize(("distances", "rows"), [((12,), [1]), ((4, 12), [0, 1]), ((4, 20), [0, 2])])
@@ -454,7 +454,7 @@ class TestKeptBoundaries:
         step = step_of(Row(1, 4, 24, (1, 2, 3, 4)))
         (forward,) = builder.build(step, {0: self.crossed(*distances, first_block=9)})
         assert forward.bucket.boundaries == 4 and forward.attn.kept.first.tolist() == [4]
-        assert forward.attn.kept.state_write.tolist() == [STAGING + i if i in rows else TRASH for i in range(4)]
+        assert forward.attn.kept.state_indices_out.tolist() == [STAGING + i if i in rows else TRASH for i in range(4)]
         assert forward.staged.rows.tolist() == [STAGING + i for i in rows]
         assert forward.staged.blocks[0].tolist() == list(range(9, 9 + len(rows)))
 
@@ -465,5 +465,5 @@ class TestKeptBoundaries:
 
     def test_pads_of_a_warm_up_write_to_trash_alone(self):
         dummy = make(caches=True).dummy(PrefillBucket(2, 16, 4, 2))
-        assert dummy.attn.kept.state_write.tolist() == [TRASH] * 4 and dummy.staged is None
+        assert dummy.attn.kept.state_indices_out.tolist() == [TRASH] * 4 and dummy.staged is None
         assert dummy.attn.kept.first.tolist() == [self.B, self.B]
