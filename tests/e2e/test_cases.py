@@ -429,7 +429,7 @@ def test_nan_in_every_free_block_and_slot_is_never_seen(bench: Bench, prompt: Ca
     with torch.inference_mode():
         for page in (*caches.k, *caches.v):
             page[blocks].fill_(float("nan"))
-        for state in (*caches.conv, *caches.ssm):
+        for state in (*caches.conv_states, *caches.ssm_states):
             state[: caches.zero_row].fill_(float("nan"))
     for wanted in ([0] * 3, [bench.reach(text) for text in texts]):
         results = bench.engine.generate(texts, SHORT)

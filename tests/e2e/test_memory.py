@@ -86,7 +86,7 @@ class Held:
         self.spare = pages // (kernel_blocks + 1)
         self.pool = pages - self.spare
         self.block = self.pool // self.blocks
-        self.state = size((*caches.conv, *caches.ssm))
+        self.state = size((*caches.conv_states, *caches.ssm_states))
         self.weights = size(opened.runner.model.parameters())
 
     def __repr__(self) -> str:
@@ -132,7 +132,7 @@ def test_given_bytes_hold_slots_and_as_many_blocks_as_fit(name, dtype, block, ma
         held = Held(opened)
         assert held.blocks == blocks_of_scheduler(opened) == (GIVEN - held.state - held.spare) // held.block
         assert 0.97 * GIVEN < held.pool + held.spare + held.state <= GIVEN
-        for tensor in (*opened.runner.step.caches.conv, *opened.runner.step.caches.ssm):
+        for tensor in (*opened.runner.step.caches.conv_states, *opened.runner.step.caches.ssm_states):
             assert tensor.shape[0] == max_num_seqs + 2 + opened.runner.step.grid.num_staging
 
 
@@ -222,7 +222,7 @@ def test_a_profile_run_leaves_nothing_behind(checkpoint):
             if name in runner.step.caches.geometry.attention_layers
         ]
         assert {id(tensor) for pair in bound for tensor in pair} == pages
-        states = {id(state) for state in (*runner.step.caches.conv, *runner.step.caches.ssm)}
+        states = {id(state) for state in (*runner.step.caches.conv_states, *runner.step.caches.ssm_states)}
         gdn = [layer.kv_cache for name, layer in runner.layers.items() if hasattr(layer, "bind_state")]
         assert {id(tensor) for pair in gdn for tensor in pair} == states
         assert runner.graphs.warm_shapes == runner.graphs.cold_shapes == set()

@@ -108,19 +108,19 @@ def told_and_held(numbers: dict[str, Any], opened: Engine) -> dict[str, tuple[An
         "spare": (memory["spare"], spare),
         "weights": (memory["weights"], size(runner.model.parameters())),
         "parameters": (memory["parameters"], sum(p.numel() for p in runner.model.parameters())),
-        "states": (memory["states"], size((*caches.conv, *caches.ssm))),
+        "states": (memory["states"], size((*caches.conv_states, *caches.ssm_states))),
         "staging": (memory["staging_rows"], runner.step.grid.num_staging),
         "slots": (memory["slots"], runner.step.slots.num_slots),
         "available": (memory["available"], opened.core.model_executor.driver_worker.worker.memory.available),
         "fits": (fit["blocks"], geometry.num_blocks),
         "boundary": (numbers["boundary"] is None, layout is None),
     }
-    if caches.ssm:
+    if caches.ssm_states:
         rows = caches.first_staging_row + runner.step.grid.num_staging
         state = numbers["state"]
-        found["row"] = (state["row_bytes"], size((*caches.conv, *caches.ssm)) // rows)
-        found["ssm dtype"] = ("torch." + state["ssm_dtype"], str(caches.ssm[0].dtype))
-        found["conv dtype"] = ("torch." + state["conv_dtype"], str(caches.conv[0].dtype))
+        found["row"] = (state["row_bytes"], size((*caches.conv_states, *caches.ssm_states)) // rows)
+        found["ssm dtype"] = ("torch." + state["ssm_dtype"], str(caches.ssm_states[0].dtype))
+        found["conv dtype"] = ("torch." + state["conv_dtype"], str(caches.conv_states[0].dtype))
     if layout is not None:
         boundary = numbers["boundary"]
         found["blocks per boundary"] = (boundary["blocks"], layout.blocks_per_boundary)

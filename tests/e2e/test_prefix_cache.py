@@ -224,7 +224,7 @@ def test_off_costs_nothing_and_on_costs_its_staging_rows(checkpoint: Callable[..
             blocks[caching], states[caching] = geometry.num_blocks, runner.step.caches.state_bytes
             assert hasattr(runner.step.store, "layout") == caching
             rows = serving.runner.max_num_seqs + 2 + runner.step.grid.num_staging
-            assert runner.step.caches.ssm[0].shape[0] == rows and (runner.step.grid.num_staging > 0) == caching
+            assert runner.step.caches.ssm_states[0].shape[0] == rows and (runner.step.grid.num_staging > 0) == caching
             block_bytes = geometry.page_bytes * len(geometry.attention_layers)
     staging = states[True] - states[False]
     assert blocks[False] > 100

@@ -136,7 +136,7 @@ class World:
         tokens = (blocks[:, None] * size + torch.arange(size)).reshape(-1)
         held = {s.slot for s in runner.step.requests._requests.values()}
         slots = torch.tensor([row for row in range(MAX_SEQS) if row not in held] + [caches.trash_row])
-        for tensors, rows in ((caches.k + caches.v, tokens), (caches.conv + caches.ssm, slots)):
+        for tensors, rows in ((caches.k + caches.v, tokens), (caches.conv_states + caches.ssm_states, slots)):
             for tensor in tensors:
                 tensor.index_fill_(0, rows, float("nan"))
 
@@ -149,7 +149,7 @@ class World:
         assert not runner.step.prompt_logprobs._partial
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-        for tensor in runner.step.caches.conv + runner.step.caches.ssm:
+        for tensor in runner.step.caches.conv_states + runner.step.caches.ssm_states:
             assert not tensor[runner.step.caches.zero_row].any()
 
     # Solo runs

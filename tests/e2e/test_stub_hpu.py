@@ -261,7 +261,7 @@ with engine(os.environ["CHECKPOINT"], num_gpu_blocks_override=40, **FLAGS) as se
         calls.reset()
     caches = runner.step.caches
     reserved = [t[caches.geometry.num_tokens :] for t in (*caches.k, *caches.v)]
-    reserved += [t[caches.zero_row :] for t in (*caches.conv, *caches.ssm)]
+    reserved += [t[caches.zero_row :] for t in (*caches.conv_states, *caches.ssm_states)]
     facts["reserved_is_zero"] = all(bool((t == 0).all()) for t in reserved)
     cold = serving.generate(prompts, greedy(10), cache_salt="cold")
     first = serving.generate(prompts, greedy(10))

@@ -104,7 +104,7 @@ class Watch:
         self._in_region = False
         caches = runner.step.caches
         self._persistent: dict[int, torch.Tensor] = {}
-        self.remember([*caches.k, *caches.v, *caches.conv, *caches.ssm])
+        self.remember([*caches.k, *caches.v, *caches.conv_states, *caches.ssm_states])
         self.remember([*runner.model.parameters(), *runner.model.buffers()])
 
     # What a call may be part of

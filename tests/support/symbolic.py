@@ -66,7 +66,7 @@ class SymbolicGraphs(GraphRunner):
         self._caches = runner.step.caches
         self._layers = [
             [tensor.view(tensor.shape[0], -1).view(torch.int32).numpy() for tensor in pair]
-            for pair in zip(self._caches.conv, self._caches.ssm, strict=True)
+            for pair in zip(self._caches.conv_states, self._caches.ssm_states, strict=True)
         ]
         self._offsets = [
             [self._pattern_offsets(layer, kind, words.shape[1]) for kind, words in enumerate(pair)]

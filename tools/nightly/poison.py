@@ -30,7 +30,7 @@ def answers(setting: Mapping[str, Any], fault: str = "") -> dict[str, Any]:
     small = {"num_gpu_blocks_override": POOL_BLOCKS, "max_num_seqs": 4, "max_model_len": it.short_len}
     with engine(it.model, **it.engine_flags(enable_prefix_caching=True, **small)) as serving:
         caches = serving.runner.step.caches
-        slots = [tensor[: caches.zero_row] for tensor in (*caches.conv, *caches.ssm)]
+        slots = [tensor[: caches.zero_row] for tensor in (*caches.conv_states, *caches.ssm_states)]
         poisoned = [float(tensor.isnan().float().mean()) for tensor in (*caches.k, *caches.v, *slots)]
         if fault:
             faults.put_in(serving.runner, fault)

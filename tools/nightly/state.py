@@ -84,7 +84,7 @@ def _rows(runner: Any, text: list[int]) -> list[Any]:
     import torch
 
     (slot,) = [state.slot for state in runner.step.requests._requests.values() if state.prompt == text]
-    rows = [tensor[slot].clone().cpu() for tensor in (*runner.step.caches.conv, *runner.step.caches.ssm)]
+    rows = [tensor[slot].clone().cpu() for tensor in (*runner.step.caches.conv_states, *runner.step.caches.ssm_states)]
     return [(row.view(torch.uint8), row.float()) for row in rows]
 
 

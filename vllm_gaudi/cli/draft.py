@@ -329,13 +329,13 @@ def _fits(drawn: Any, length: int) -> Fit | None:
 def _state(drawn: Any) -> State:
     caches, layout = drawn.runner.step.caches, getattr(drawn.runner.step.store, "layout", None)
     shape, page_bytes = caches.state_shape, caches.geometry.page_bytes
-    num_layers = len(caches.ssm)
+    num_layers = len(caches.ssm_states)
     segments = () if layout is None else layout.segments
     return State(
         conv_bytes=shape.conv_words * WORD_BYTES,
-        conv_dtype=_name(caches.conv[0].dtype),
+        conv_dtype=_name(caches.conv_states[0].dtype),
         ssm_bytes=shape.ssm_words * WORD_BYTES,
-        ssm_dtype=_name(caches.ssm[0].dtype),
+        ssm_dtype=_name(caches.ssm_states[0].dtype),
         layer_bytes=shape.num_bytes,
         row_bytes=shape.num_bytes * num_layers,
         page_fill=shape.num_bytes / page_bytes,

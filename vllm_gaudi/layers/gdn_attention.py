@@ -92,15 +92,15 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         self, meta: HPUAttentionMetadata, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor
     ) -> torch.Tensor:
         assert meta.prefill is not None
-        conv, ssm = self.kv_cache
+        conv_state, ssm_state = self.kv_cache
         batched = (meta.batch, meta.query)
         kept = meta.kept
         boundaries: dict[str, Any] = (
             {} if kept is None else {"boundary_first": kept.first, "boundary_every": kept.every}
         )
-        convolved, tail, *tails = self._ops.causal_conv1d_prefill(
+        convolved, new_conv_state, *conv_states = self._ops.causal_conv1d_prefill(
             mixed_qkv.reshape(*batched, -1),
-            conv.index_select(0, meta.state_indices_in),
+            conv_state.index_select(0, meta.state_indices_in),
             self._conv_weight(),
             None,
             meta.prefill.query_lens,
@@ -108,38 +108,40 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         )
         q, k, v = self._split_heads(convolved)
         g, beta = self._ops.gdn_gating(self.A_log, a.reshape(*batched, -1), b.reshape(*batched, -1), self.dt_bias)
-        out, state, *states = self._ops.chunk_gated_delta_rule(
+        out, new_ssm_state, *ssm_states = self._ops.chunk_gated_delta_rule(
             q,
             k,
             v,
             g,
             beta,
-            ssm.index_select(0, meta.state_indices_in),
+            ssm_state.index_select(0, meta.state_indices_in),
             meta.prefill.query_lens,
             chunk_size=self._chunk_size,
             **boundaries,
         )
-        conv.index_copy_(0, meta.state_indices_out, tail)
-        ssm.index_copy_(0, meta.state_indices_out, state)
+        conv_state.index_copy_(0, meta.state_indices_out, new_conv_state)
+        ssm_state.index_copy_(0, meta.state_indices_out, new_ssm_state)
         if kept is not None:
             num_kept = kept.state_indices_out.shape[0]
-            conv.index_copy_(0, kept.state_indices_out, tails[0][:, : num_kept // meta.batch].flatten(0, 1))
-            ssm.index_copy_(0, kept.state_indices_out, states[0][:, : num_kept // meta.batch].flatten(0, 1))
+            conv_state.index_copy_(0, kept.state_indices_out, conv_states[0][:, : num_kept // meta.batch].flatten(0, 1))
+            ssm_state.index_copy_(0, kept.state_indices_out, ssm_states[0][:, : num_kept // meta.batch].flatten(0, 1))
         return out.reshape(meta.num_rows, self.num_local_v_heads, self.head_v_dim)
 
     def _decode(
         self, meta: HPUAttentionMetadata, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor
     ) -> torch.Tensor:
-        conv, ssm = self.kv_cache
-        convolved, tail = self._ops.causal_conv1d_update(
-            mixed_qkv, conv.index_select(0, meta.state_indices_in), self._conv_weight(), None
+        conv_state, ssm_state = self.kv_cache
+        convolved, new_conv_state = self._ops.causal_conv1d_update(
+            mixed_qkv, conv_state.index_select(0, meta.state_indices_in), self._conv_weight(), None
         )
         q, k, v = self._split_heads(convolved)
         g, beta = self._ops.gdn_gating(self.A_log, a, b, self.dt_bias)
-        conv.index_copy_(0, meta.state_indices_out, tail)
+        conv_state.index_copy_(0, meta.state_indices_out, new_conv_state)
         if meta.hints is not None:
-            states = [ssm[row] for row in meta.hints.state_indices_cpu]
+            states = [ssm_state[row] for row in meta.hints.state_indices_cpu]
             return self._ops.recurrent_gated_delta_rule_(q, k, v, g, beta, states)
-        out, state = self._ops.recurrent_gated_delta_rule(q, k, v, g, beta, ssm.index_select(0, meta.state_indices_in))
-        ssm.index_copy_(0, meta.state_indices_out, state)
+        out, new_ssm_state = self._ops.recurrent_gated_delta_rule(
+            q, k, v, g, beta, ssm_state.index_select(0, meta.state_indices_in)
+        )
+        ssm_state.index_copy_(0, meta.state_indices_out, new_ssm_state)
         return out

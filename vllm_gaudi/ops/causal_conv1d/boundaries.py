@@ -7,31 +7,32 @@ Owns: exact copies of input rows. Never: arithmetic on them. Ordering rule: none
 import torch
 
 
-def tails_of(
+def conv_states_of(
     inputs: torch.Tensor,
     history: int,
     query_lens: torch.Tensor,
     boundary_first: torch.Tensor | None,
     boundary_every: int,
 ) -> tuple[torch.Tensor, ...]:
-    """The new_tail and, with `boundary_first`, the boundary_tails of `causal_conv1d_prefill`, in one gather.
+    """The new_conv_state and, with `boundary_first`, the boundary_conv_states of `causal_conv1d_prefill`, in one
+    gather.
 
     inputs [N, history + T, C]: row history + t is token t; the other arguments are those of the op. An entry past its
-    sequence's end repeats the new_tail. Raises ValueError when boundary_every is not positive.
+    sequence's end repeats the new_conv_state. Raises ValueError when boundary_every is not positive.
     """
     ends = query_lens[:, None]
     if boundary_first is None:
-        return (_tails_after(inputs, ends, history)[:, 0],)
+        return (_conv_states_after(inputs, ends, history)[:, 0],)
     if boundary_every <= 0:
         raise ValueError(f"boundary_every is {boundary_every}: it must be positive")
     num_tokens = inputs.shape[1] - history
     run = torch.arange(0, num_tokens, boundary_every, dtype=torch.int32, device=inputs.device)
     boundaries = torch.minimum((boundary_first[:, None] + run).clamp(min=0), ends)
-    tails = _tails_after(inputs, torch.cat((ends, boundaries), dim=1), history)
-    return tails[:, 0], tails[:, 1:]
+    conv_states = _conv_states_after(inputs, torch.cat((ends, boundaries), dim=1), history)
+    return conv_states[:, 0], conv_states[:, 1:]
 
 
-def _tails_after(inputs: torch.Tensor, ends: torch.Tensor, history: int) -> torch.Tensor:
+def _conv_states_after(inputs: torch.Tensor, ends: torch.Tensor, history: int) -> torch.Tensor:
     """The `history` rows of inputs [N, history + T, C] that end with token ends[n, i] - 1: [N, S, history, C], a copy.
 
     ends int32 [N, S] in 0..T; row history + t of `inputs` is token t.

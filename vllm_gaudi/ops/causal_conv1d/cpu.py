@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The depthwise causal convolution and SiLU in front of Gated DeltaNet, in plain torch.
 
-Owns: y_t = SiLU(bias + sum_j w[:, j] * m_{t-K+1+j}) with m = [tail | x], and the tail a later step starts from.
-Never: calls `F.conv1d` (its algorithm depends on the shape); keeps anything but exact copies of inputs in a tail; reads
-padding.
-Ordering rule: taps are added oldest first, always, in float32, so a token's bits do not depend on what surrounds it.
+Owns: y_t = SiLU(bias + sum_j w[:, j] * m_{t-K+1+j}) with m = [conv_state | x], and the conv_state a later step starts
+from. Never: calls `F.conv1d` (its algorithm depends on the shape); keeps anything but exact copies of inputs in a
+conv_state; reads padding. Ordering rule: taps are added oldest first, always, in float32, so a token's bits do not
+depend on what surrounds it.
 """
 
 import torch
 
-from vllm_gaudi.ops.causal_conv1d.boundaries import tails_of
+from vllm_gaudi.ops.causal_conv1d.boundaries import conv_states_of
 from vllm_gaudi.ops.pointwise import silu
 
 SEGMENT_ELEMENTS = 2**16  # float32 temporaries of this size stay in cache; all is elementwise, so no bit changes
@@ -17,7 +17,7 @@ SEGMENT_ELEMENTS = 2**16  # float32 temporaries of this size stay in cache; all 
 
 def causal_conv1d_prefill(
     x: torch.Tensor,
-    tail: torch.Tensor,
+    conv_state: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     query_lens: torch.Tensor,
@@ -26,11 +26,11 @@ def causal_conv1d_prefill(
     boundary_every: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """`CausalConv1dPrefill`, segment by segment."""
-    if tail.dtype != x.dtype:
-        raise ValueError(f"conv tail is {tail.dtype} but its inputs are {x.dtype}: they must be equal")
+    if conv_state.dtype != x.dtype:
+        raise ValueError(f"conv state is {conv_state.dtype} but its inputs are {x.dtype}: they must be equal")
     batch, num_tokens, channels = x.shape
     history = weight.shape[1] - 1
-    inputs = torch.cat((tail, x), dim=1)  # row history + t is token t
+    inputs = torch.cat((conv_state, x), dim=1)  # row history + t is token t
 
     dead = torch.arange(num_tokens, dtype=query_lens.dtype, device=query_lens.device) >= query_lens[:, None]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -40,19 +40,19 @@ def causal_conv1d_prefill(
         taps = _taps([inputs[:, start + j : stop + j] for j in range(history + 1)], weight, bias)
         y[:, start:stop] = taps.masked_fill_(dead[:, start:stop, None], 0.0)
 
-    return y, *tails_of(inputs, history, query_lens, boundary_first, boundary_every)
+    return y, *conv_states_of(inputs, history, query_lens, boundary_first, boundary_every)
 
 
 def causal_conv1d_update(
     x: torch.Tensor,
-    tail: torch.Tensor,
+    conv_state: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`CausalConv1dUpdate`. Bit for bit what `causal_conv1d_prefill` gives for the same token."""
-    if tail.dtype != x.dtype:
-        raise ValueError(f"conv tail is {tail.dtype} but its inputs are {x.dtype}: they must be equal")
-    inputs = torch.cat((tail, x[:, None]), dim=1)
+    if conv_state.dtype != x.dtype:
+        raise ValueError(f"conv state is {conv_state.dtype} but its inputs are {x.dtype}: they must be equal")
+    inputs = torch.cat((conv_state, x[:, None]), dim=1)
     return _taps(list(inputs.unbind(1)), weight, bias).to(x.dtype), inputs[:, 1:].contiguous()
 
 

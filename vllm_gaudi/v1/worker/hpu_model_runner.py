@@ -281,7 +281,7 @@ def _row_tiles(tiles: RowTiles | None, geometry: CacheGeometry) -> RowTiles | No
 def _build_store(caches: KVCaches, kv_cache_config: KVCacheConfig, cached_groups: Sequence[int]) -> StateZeroer:
     """A checkpoint store where GDN blocks are cached, plain zeroing elsewhere."""
     geometry = caches.geometry
-    tensors = (caches.k, caches.v, caches.conv, caches.ssm)
+    tensors = (caches.k, caches.v, caches.conv_states, caches.ssm_states)
     if not cached_groups:
         return StateZeroer(geometry.num_blocks, geometry.block_size, *tensors)
     check_groups(kv_cache_config)

@@ -128,8 +128,8 @@ class KVCaches:
         self.v = [torch.zeros(page_shape, dtype=spec.dtype, device=device) for _ in geometry.attention_layers]
         for name, k, v in zip(geometry.attention_layers, self.k, self.v, strict=True):
             layers[name].kv_cache = (k, v)  # type: ignore[assignment]
-        self.conv: list[torch.Tensor] = []
-        self.ssm: list[torch.Tensor] = []
+        self.conv_states: list[torch.Tensor] = []
+        self.ssm_states: list[torch.Tensor] = []
         for group, names in zip(geometry.gdn_groups, geometry.gdn_layers, strict=True):
             conv_dtype, ssm_dtype = groups[group].kv_cache_spec.dtypes
             for name in names:
@@ -141,27 +141,27 @@ class KVCaches:
                     (rows, layer.num_local_v_heads, layer.head_k_dim, layer.head_v_dim), dtype=ssm_dtype, device=device
                 )
                 layer.bind_state(conv, ssm, geometry.gdn_chunk)
-                self.conv.append(conv)
-                self.ssm.append(ssm)
+                self.conv_states.append(conv)
+                self.ssm_states.append(ssm)
         if poison and geometry.gdn_groups:
-            for tensor in (*self.k, *self.v, *self.conv, *self.ssm):
+            for tensor in (*self.k, *self.v, *self.conv_states, *self.ssm_states):
                 tensor.fill_(float("nan"))
             self.zero_reserved()
 
     @property
     def state_shape(self) -> StateShape:
         """Shape of one GDN layer's live state; all layers are alike."""
-        conv, ssm = self.conv[0], self.ssm[0]
+        conv, ssm = self.conv_states[0], self.ssm_states[0]
         return StateShape(tuple(conv.shape[1:]), conv.element_size(), tuple(ssm.shape[1:]), ssm.element_size())
 
     @property
     def state_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.conv, *self.ssm))
+        return sum(t.numel() * t.element_size() for t in (*self.conv_states, *self.ssm_states))
 
     def zero_reserved(self) -> None:
         """Write zeros over what pads read and write: null block, spare kernel block, ZERO and TRASH."""
         for tensor in (*self.k, *self.v):
             tensor[: self.geometry.block_size].zero_()
             tensor[self.geometry.num_tokens :].zero_()
-        for tensor in (*self.conv, *self.ssm):
+        for tensor in (*self.conv_states, *self.ssm_states):
             tensor[self.zero_row :].zero_()

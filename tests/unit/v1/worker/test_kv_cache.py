@@ -55,7 +55,7 @@ def build(kv_config=HYBRID, poison=True):
 
 
 def tensors_of(caches):
-    return [*caches.k, *caches.v, *caches.conv, *caches.ssm]
+    return [*caches.k, *caches.v, *caches.conv_states, *caches.ssm_states]
 
 
 class TestGeometry:
@@ -113,8 +113,8 @@ class TestTensors:
         for page in (*caches.k, *caches.v):
             assert (tuple(page.shape), page.dtype) == ((11 * 128, 2, 8), torch.bfloat16)
         rows = NUM_SLOTS + NUM_RESERVED_ROWS + NUM_STAGING
-        assert [(tuple(t.shape), t.dtype) for t in caches.conv] == [((rows, *CONV), torch.bfloat16)] * 5
-        assert [(tuple(t.shape), t.dtype) for t in caches.ssm] == [((rows, *SSM), torch.float32)] * 5
+        assert [(tuple(t.shape), t.dtype) for t in caches.conv_states] == [((rows, *CONV), torch.bfloat16)] * 5
+        assert [(tuple(t.shape), t.dtype) for t in caches.ssm_states] == [((rows, *SSM), torch.float32)] * 5
         assert (len(caches.k), len(caches.v)) == (2, 2)
         assert (caches.zero_row, caches.trash_row) == (NUM_SLOTS, NUM_SLOTS + 1)
         assert caches.first_staging_row == NUM_SLOTS + 2
@@ -135,8 +135,8 @@ class TestTensors:
             assert layers[name].kv_cache[0] is caches.k[position]
             assert layers[name].kv_cache[1] is caches.v[position]
         for index, name in enumerate(("g0", "g4", "g1", "g5", "g2")):
-            assert layers[name].state[0] is caches.conv[index]
-            assert layers[name].state[1] is caches.ssm[index]
+            assert layers[name].state[0] is caches.conv_states[index]
+            assert layers[name].state[1] is caches.ssm_states[index]
             assert layers[name].chunk_size == 64
 
     def test_poison_fills_everything_but_what_pads_touch(self):
@@ -146,7 +146,7 @@ class TestTensors:
             assert is_zero.nonzero().flatten().tolist() == [0, 1, 10]  # the null block and the spare kernel block
             kernel_blocks = tensor.view(11, -1)
             assert kernel_blocks[~is_zero].isnan().all() and not kernel_blocks[is_zero].any()
-        for tensor in (*caches.conv, *caches.ssm):
+        for tensor in (*caches.conv_states, *caches.ssm_states):
             assert tensor[:NUM_SLOTS].isnan().all()
             assert not tensor[NUM_SLOTS:].any()
 
@@ -164,6 +164,6 @@ class TestTensors:
         assert [tensor.data_ptr() for tensor in tensors_of(caches)] == pointers
         for tensor in (*caches.k, *caches.v):
             assert tensor.view(11, -1).isinf().all(1).nonzero().flatten().tolist() == list(range(2, 10))
-        for tensor in (*caches.conv, *caches.ssm):
+        for tensor in (*caches.conv_states, *caches.ssm_states):
             assert tensor.flatten(1).isinf().all(1).nonzero().flatten().tolist() == [0, 1, 2]
         assert not layers["a3"].kv_cache[0][:256].any()

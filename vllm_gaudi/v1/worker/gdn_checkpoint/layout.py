@@ -5,8 +5,8 @@ Owns: the packing of one layer's (SSM, conv) state into one page, and the refusa
 Never: tensors, groups of requests, truncation.
 
 A page is the K half and the V half of one block at one position. SSM heads fill the K half head by head; the heads that
-are left, then the conv tail, fill the V half. Where whole heads do not fit that way, the SSM state is cut at the end of
-the K half. For every target model each head and the conv tail cover whole token rows of the page.
+are left, then the conv state, fill the V half. Where whole heads do not fit that way, the SSM state is cut at the end
+of the K half. For every target model each head and the conv state cover whole token rows of the page.
 
 Ordering rule: the layout is made once from the KV cache config and never changes; a checkpoint's meaning depends on it.
 """
@@ -43,7 +43,7 @@ class StateShape:
 
     @property
     def conv_words(self) -> int:
-        return _words("conv tail", prod(self.conv) * self.conv_itemsize)
+        return _words("conv state", prod(self.conv) * self.conv_itemsize)
 
     @property
     def head_words(self) -> int:

@@ -63,7 +63,7 @@ def test_heads_are_cut_only_where_whole_ones_do_not_fit() -> None:
 @pytest.mark.parametrize(
     ("state", "complaint"),
     [
-        (StateShape((3, 5), 2, (1, 2, 2), 4), "conv tail of 30 bytes"),
+        (StateShape((3, 5), 2, (1, 2, 2), 4), "conv state of 30 bytes"),
         (StateShape((3, 4), 2, (1, 3, 3), 2), "SSM head of 18 bytes"),
     ],
 )
