@@ -324,7 +324,8 @@ def test_an_engine_runs_as_on_a_gaudi(model, checkpoint, tmp_path):
         assert found["served"].get(kernel, 0) > 0, kernel
     assert found["creators"] == [{"rank": 0, "size": 1}]
 
-    # Warm-up compiled and ran nothing; then pads' rows were zeroed, two shapes ran, and pads' rows were zeroed again.
+    # Warm-up compiled and ran nothing; then padding' rows were zeroed, two shapes ran, and pads' rows were zeroed
+    # again.
     start = found["start"]
     begin, end = start.index(["env_setting", True]), start.index(["env_setting", False])
     inside, after = start[begin + 1 : end], start[end + 1 :]

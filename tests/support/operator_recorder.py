@@ -289,7 +289,7 @@ def _mark_phases(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
     phase(runner.sampling, "_update_rows", "rows")
     phase(runner.sampling, "collect", "output")
     phase(runner.step, "_keep_logits", "logits")
-    phase(runner, "run_pads", "inputs")
+    phase(runner, "dummy_run", "inputs")
     phase(runner.sampling, "warm_up", "sampler")
     phase(runner.step.store, "warm_up", "store")
     phase(runner, "sample_tokens", "output")

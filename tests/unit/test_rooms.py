@@ -260,7 +260,7 @@ def faults(path: str, source: str) -> list[str]:
             filler = (dotted(node.func) or getattr(node.func, "attr", "")).rsplit(".", 1)[-1]
             given = [*node.args, *(keyword.value for keyword in node.keywords)]
             if filler in FILLERS and any(is_minus_one(value) for value in given):
-                fault(node.lineno, "fills with -1; pads are real rows")
+                fault(node.lineno, "fills with -1; padding is real rows")
     return found
 
 

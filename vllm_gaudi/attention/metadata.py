@@ -19,9 +19,9 @@ from vllm_gaudi.ops.linear import GemmRows
 class PrefillAttention:
     """Each of N sequences runs ``query`` token rows that start at ``num_computed_tokens``."""
 
-    block_table: torch.Tensor  # [N, M] int32: kernel block ids of the context, pads = the spare block
+    block_table: torch.Tensor  # [N, M] int32: kernel block ids of the context, padding = the spare block
     num_computed_tokens: torch.Tensor  # [N] int32: tokens before the first row
-    query_lens: torch.Tensor  # [N] int32: rows that are real; 0 for a pad sequence
+    query_lens: torch.Tensor  # [N] int32: rows that are real; 0 for padding sequence
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class KeptBoundaries:
 class DecodeAttention:
     """Each of N sequences runs one token row; the blocks of all rows stand in one flat list."""
 
-    block_list: torch.Tensor  # [F] int32: kernel block ids, grouped by row, pads = the spare block
+    block_list: torch.Tensor  # [F] int32: kernel block ids, grouped by row, padding = the spare block
     block_groups: torch.Tensor  # [F] int32: the row that reads the block
-    block_usage: torch.Tensor  # [F] int32: tokens of the block that the row sees, 0 for a pad
+    block_usage: torch.Tensor  # [F] int32: tokens of the block that the row sees, 0 for padding
     first_block: torch.Tensor  # [N] int32: index of the row's first entry in the list
 
 
@@ -53,14 +53,14 @@ class HostHints:
 
 @dataclass(frozen=True)
 class HPUAttentionMetadata:
-    """The first ``batch * query`` token rows of the model belong to sequences; the rest are pads."""
+    """The first ``batch * query`` token rows of the model belong to sequences; the rest are padding."""
 
     batch: int
     query: int
     kernel_block: int  # tokens
     slot_mapping: torch.Tensor  # [batch * query] int64: kernel block * kernel block size + offset of each row's K/V
-    state_indices_in: torch.Tensor  # [batch] int64: GDN state row that is read (ZERO for pads)
-    state_indices_out: torch.Tensor  # [batch] int64: GDN state row that is written (TRASH for pads)
+    state_indices_in: torch.Tensor  # [batch] int64: GDN state row that is read (ZERO for padding)
+    state_indices_out: torch.Tensor  # [batch] int64: GDN state row that is written (TRASH for padding)
     prefill: PrefillAttention | None = None
     decode: DecodeAttention | None = None
     kept: KeptBoundaries | None = None

@@ -102,7 +102,7 @@ def insert(*slots: int) -> Any:
 
 
 def prefill(starts: Sequence[int], queries: int, heads: int, kv_heads: int, dim: int, width: int) -> Any:
-    """``width``: kernel blocks of a table, the last of which are pads where a sequence is shorter."""
+    """``width``: kernel blocks of a table, the last of which are padding where a sequence is shorter."""
 
     def build(dtype: torch.dtype) -> Any:
         table = torch.full((len(starts), width), SPARE, dtype=torch.int32)
@@ -116,7 +116,7 @@ def prefill(starts: Sequence[int], queries: int, heads: int, kv_heads: int, dim:
 
 
 def decode(lengths: Sequence[int], pads: int, heads: int, kv_heads: int, dim: int) -> Any:
-    """One row per length in tokens; 0 is a pad row. What a block holds behind its length is NaN."""
+    """One row per length in tokens; 0 is padding row. What a block holds behind its length is NaN."""
 
     def build(dtype: torch.dtype) -> Any:
         k_cache, v_cache = pages(kv_heads, dim, dtype)

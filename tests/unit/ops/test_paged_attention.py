@@ -78,7 +78,7 @@ geometries_and_threads = pytest.mark.parametrize(
 def test_insert_writes_its_slots_and_nothing_else(variant, index_dtype):
     k_cache, v_cache = torch.full((20, 2, 3), NAN), torch.full((20, 2, 3), NAN)
     key, value = torch.randn(4, 2, 3), torch.randn(4, 2, 3)
-    slots = torch.tensor([6, 0, 15, 16], dtype=index_dtype)  # the last one is a pad: block 4 is the spare one
+    slots = torch.tensor([6, 0, 15, 16], dtype=index_dtype)  # the last one is padding: block 4 is the spare one
     resolve("insert_kv", variant)(k_cache, v_cache, key, value, slots)
     for rows, new in ((k_cache, key), (v_cache, value)):
         assert torch.equal(rows[slots.long()], new)

@@ -53,7 +53,9 @@ def _is_mask(node: ast.expr) -> bool:
 
 
 def _is_mask_name(node: ast.BinOp) -> bool:
-    return any(isinstance(side, ast.Name) and side.id in ("mask", "dead", "live") for side in (node.left, node.right))
+    return any(
+        isinstance(side, ast.Name) and side.id in ("mask", "is_padding", "live") for side in (node.left, node.right)
+    )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

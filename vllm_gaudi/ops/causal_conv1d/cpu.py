@@ -32,13 +32,13 @@ def causal_conv1d_prefill(
     history = weight.shape[1] - 1
     inputs = torch.cat((conv_state, x), dim=1)  # row history + t is token t
 
-    dead = torch.arange(num_tokens, dtype=query_lens.dtype, device=query_lens.device) >= query_lens[:, None]
+    is_padding = torch.arange(num_tokens, dtype=query_lens.dtype, device=query_lens.device) >= query_lens[:, None]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     segment = max(1, SEGMENT_ELEMENTS // (batch * channels))
     for start in range(0, num_tokens, segment):
         stop = min(start + segment, num_tokens)
         taps = _taps([inputs[:, start + j : stop + j] for j in range(history + 1)], weight, bias)
-        y[:, start:stop] = taps.masked_fill_(dead[:, start:stop, None], 0.0)
+        y[:, start:stop] = taps.masked_fill_(is_padding[:, start:stop, None], 0.0)
 
     return y, *conv_states_of(inputs, history, query_lens, boundary_first, boundary_every)
 

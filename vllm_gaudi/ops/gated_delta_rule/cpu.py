@@ -9,7 +9,7 @@ Ordering rule: chunk c's state is rounded to the state dtype before chunk c + 1 
 chunk boundary hands over exactly what an unsplit run would have kept.
 
 Bitwise rules (design.md section 7): every matmul is one [C, .] product per sequence and head, batched only over a
-count; the only reductions are over the head dim and inside a chunk; pads are removed by selection.
+count; the only reductions are over the head dim and inside a chunk; padding is removed by selection.
 """
 
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ def chunk_gated_delta_rule(
         out[:, first * chunk_size : last * chunk_size].unflatten(1, (last - first, chunk_size)).copy_(seg_out)
 
     out = out[:, :num_tokens].contiguous()
-    out.masked_fill_(_dead_tokens(query_lens, num_tokens)[:, :, None, None], 0.0)
+    out.masked_fill_(_is_padding(query_lens, num_tokens)[:, :, None, None], 0.0)
     final_state = state.reshape(initial_state.shape).to(initial_state.dtype, copy=True)
     if ends is None:
         return out, final_state
@@ -108,8 +108,8 @@ def recurrent_gated_delta_rule_(
 ) -> torch.Tensor:
     """`recurrent_gated_delta_rule` bit for bit, on states where they lie: each is read and written once.
 
-    states: of the first rows, each [Hv, Dk, Dv], distinct and contiguous; MUTATED. Rows behind them are pads. Returns
-    out [N, Hv, Dv] in v.dtype, zero for pads. For a host: a loop over the rows.
+    states: of the first rows, each [Hv, Dk, Dv], distinct and contiguous; MUTATED. Rows after them are padding. Returns
+    out [N, Hv, Dv] in v.dtype, zero for padding. For a host: a loop over the rows.
     """
     terms = _step_terms(q, k, v, g, beta)
     out = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
@@ -164,12 +164,12 @@ def _run_segment(q, k, v, g, beta, state, query_lens, chunk_size, num_chunks, st
     grouped = (num_chunks, batch, k_heads, v_heads // k_heads, chunk_size)
 
     # What does not depend on the running state: leading dims [chunk, sequence, key head, value head in the group].
-    dead = _dead_tokens(query_lens, num_chunks * chunk_size).view(batch, num_chunks, chunk_size).transpose(0, 1)
-    key = _l2_normalise(_to_chunks(k, dead))
-    query = _l2_normalise(_to_chunks(q, dead)).mul_(k_dim**-0.5)
-    value = _to_chunks(v, dead)
-    beta = _to_chunks(beta.unsqueeze(-1), dead).view(grouped)
-    log_decay = _to_chunks(g.unsqueeze(-1), dead).view(grouped).cumsum(-1)
+    is_padding = _is_padding(query_lens, num_chunks * chunk_size).view(batch, num_chunks, chunk_size).transpose(0, 1)
+    key = _l2_normalise(_to_chunks(k, is_padding))
+    query = _l2_normalise(_to_chunks(q, is_padding)).mul_(k_dim**-0.5)
+    value = _to_chunks(v, is_padding)
+    beta = _to_chunks(beta.unsqueeze(-1), is_padding).view(grouped)
+    log_decay = _to_chunks(g.unsqueeze(-1), is_padding).view(grouped).cumsum(-1)
 
     square = grouped[:3] + (1, chunk_size, chunk_size)
     key_key = torch.bmm(key.flatten(0, 2), key.flatten(0, 2).transpose(1, 2)).view(square)
@@ -300,18 +300,18 @@ def _forward_substitution(strict: torch.Tensor) -> torch.Tensor:
     return inverse.permute(2, 0, 1).contiguous()
 
 
-def _to_chunks(x: torch.Tensor, dead: torch.Tensor) -> torch.Tensor:
-    """x [N, L, H, D] -> float32 copy [chunks, N, H, C, D], zero by selection where dead [chunks, N, C]."""
-    num_chunks, batch, chunk_size = dead.shape
+def _to_chunks(x: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:
+    """x [N, L, H, D] -> float32 copy [chunks, N, H, C, D], zero by selection where is_padding [chunks, N, C]."""
+    num_chunks, batch, chunk_size = is_padding.shape
     short = num_chunks * chunk_size - x.shape[1]
     if short:
         x = F.pad(x, (0, 0, 0, 0, 0, short))
     chunks = torch.empty(num_chunks, batch, x.shape[2], chunk_size, x.shape[3], dtype=torch.float32, device=x.device)
     chunks.copy_(x.unflatten(1, (num_chunks, chunk_size)).permute(1, 0, 3, 2, 4))
-    return chunks.masked_fill_(dead[:, :, None, :, None], 0.0)
+    return chunks.masked_fill_(is_padding[:, :, None, :, None], 0.0)
 
 
-def _dead_tokens(query_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def _is_padding(query_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """bool [N, num_tokens]: the token lies at or after its sequence's end."""
     return torch.arange(num_tokens, dtype=query_lens.dtype, device=query_lens.device) >= query_lens[:, None]
 

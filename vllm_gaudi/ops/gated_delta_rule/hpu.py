@@ -40,12 +40,12 @@ def chunk_gated_delta_rule(
     grouped = (batch, k_heads, v_heads // k_heads, num_chunks, chunk_size)
 
     token = torch.arange(num_chunks * chunk_size, dtype=torch.int32, device=q.device)
-    dead = token >= query_lens[:, None]  # bool [N, chunks * C]
-    key = _l2_normalise(_to_chunks(k, dead, num_chunks))  # [N, H, chunks, C, D]
-    query = _l2_normalise(_to_chunks(q, dead, num_chunks)) * k_dim**-0.5
-    value = _to_chunks(v, dead, num_chunks).reshape(*grouped, v_dim)
-    beta = _to_chunks(beta[..., None], dead, num_chunks).reshape(*grouped, 1)
-    log_decay = _to_chunks(g[..., None], dead, num_chunks).reshape(grouped).cumsum(-1)
+    is_padding = token >= query_lens[:, None]  # bool [N, chunks * C]
+    key = _l2_normalise(_to_chunks(k, is_padding, num_chunks))  # [N, H, chunks, C, D]
+    query = _l2_normalise(_to_chunks(q, is_padding, num_chunks)) * k_dim**-0.5
+    value = _to_chunks(v, is_padding, num_chunks).reshape(*grouped, v_dim)
+    beta = _to_chunks(beta[..., None], is_padding, num_chunks).reshape(*grouped, 1)
+    log_decay = _to_chunks(g[..., None], is_padding, num_chunks).reshape(grouped).cumsum(-1)
 
     row = torch.arange(chunk_size, dtype=torch.int32, device=q.device)
     ratio = log_decay[..., :, None] - log_decay[..., None, :]
@@ -71,14 +71,14 @@ def chunk_gated_delta_rule(
         both = read[:, :, c] @ state
         update = value_part[:, :, c] - both[..., :chunk_size, :]
         new = state * chunk_decay[:, :, c] + key_out[:, :, c] @ update
-        ended = dead[:, c * chunk_size, None, None, None]
+        ended = is_padding[:, c * chunk_size, None, None, None]
         state = torch.where(ended, state, new.to(initial_state.dtype).float())
         updates.append(update)
         reads.append(both[..., chunk_size:, :])
         states.append(state)
 
     out = torch.stack(reads, 2) + scores.reshape(batch, v_heads, num_chunks, chunk_size, -1) @ torch.stack(updates, 2)
-    out = out.permute(0, 2, 3, 1, 4).reshape(batch, -1, v_heads, v_dim).masked_fill(dead[..., None, None], 0.0)
+    out = out.permute(0, 2, 3, 1, 4).reshape(batch, -1, v_heads, v_dim).masked_fill(is_padding[..., None, None], 0.0)
     result = out[:, :num_tokens].to(v.dtype), state.to(initial_state.dtype)
     if boundary_first is None:
         return result
@@ -136,9 +136,13 @@ def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _to_chunks(x: torch.Tensor, dead: torch.Tensor, num_chunks: int) -> torch.Tensor:
-    """x [N, T, H, D] -> float32 [N, H, chunks, C, D], zero by selection where dead [N, chunks * C]."""
-    x = F.pad(x, (0, 0, 0, 0, 0, dead.shape[1] - x.shape[1])).float().masked_fill(dead[..., None, None], 0.0)
+def _to_chunks(x: torch.Tensor, is_padding: torch.Tensor, num_chunks: int) -> torch.Tensor:
+    """x [N, T, H, D] -> float32 [N, H, chunks, C, D], zero by selection where is_padding [N, chunks * C]."""
+    x = (
+        F.pad(x, (0, 0, 0, 0, 0, is_padding.shape[1] - x.shape[1]))
+        .float()
+        .masked_fill(is_padding[..., None, None], 0.0)
+    )
     return x.unflatten(1, (num_chunks, -1)).permute(0, 3, 1, 2, 4)
 
 

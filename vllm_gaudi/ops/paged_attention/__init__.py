@@ -22,7 +22,7 @@ class InsertKV(Protocol):
 
     k_cache, v_cache  [(num_kernel_blocks + 1) * kernel_block, Hkv, D]: MUTATED at the given slots only
     key, value        [T, Hkv, D], cast to the cache dtype
-    slot_mapping      [T] int32 or int64, tokens: kernel block * kernel_block + offset; pads lie in the spare block,
+    slot_mapping      [T] int32 or int64, tokens: kernel block * kernel_block + offset; padding lies in the spare block,
                       live slots are distinct
 
     Raises RuntimeError (torch) for a slot outside the cache.
@@ -43,14 +43,14 @@ class PagedPrefillAttention(Protocol):
 
     q            [N, Q, H, D]  H a multiple of Hkv; query head h reads kv head h // (H // Hkv)
     caches       see the module docstring; only read, finite wherever the table points
-    block_table  [N, M] int32  kernel block ids by position, pads = the spare block
+    block_table  [N, M] int32  kernel block ids by position, padding = the spare block
     num_computed_tokens  [N] int32  position (tokens) of q[:, 0], >= 0; query i sees key position j iff j is at most
                  num_computed_tokens + i
     scale        factor on the scores
     kernel_block tokens of a kernel block
 
-    Returns [N, Q, H, D] in q.dtype; rows of pad queries are finite garbage. Nothing is mutated. A query's bits depend
-    neither on N, Q and M, nor on how the sequence was cut.
+    Returns [N, Q, H, D] in q.dtype; rows of padding queries are finite garbage. Nothing is mutated. A query's bits
+    depend neither on N, Q and M, nor on how the sequence was cut.
     """
 
     def __call__(
@@ -78,9 +78,10 @@ class PagedDecodeAttention(Protocol):
     scale       factor on the scores
     kernel_block  tokens of a kernel block
 
-    Pads: block_list = the spare block, block_usage = 0, block_groups = any row in range (R - 1 by convention), behind
-    all live entries. An empty entry changes nothing, by selection, whichever row it names. A row without blocks may
-    name any entry in first_block (0 by convention): unless that entry is live and its own, the row's result is zeros.
+    Padding: block_list = the spare block, block_usage = 0, block_groups = any row in range (R - 1 by convention),
+    behind all live entries. An empty entry changes nothing, by selection, whichever row it names. A row without blocks
+    may name any entry in first_block (0 by convention): unless that entry is live and its own, the row's result is
+    zeros.
 
     Returns [R, H, D] in q.dtype. Nothing is mutated. Each entry gives (maximum, sum, weighted values); then log2(F)
     doubling steps merge entry i with entry i + 2^s of the same row. So the order of merging depends on the offset

@@ -40,7 +40,7 @@ from vllm_gaudi.v1.worker.execution import ExecutionMode
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import make_layout
 from vllm_gaudi.v1.worker.gdn_checkpoint.store import GDNCheckpointStore, StateZeroer
 from vllm_gaudi.v1.worker.graphs import GraphRunner
-from vllm_gaudi.v1.worker.inputs import InputBuilder, PadRows
+from vllm_gaudi.v1.worker.inputs import InputBuilder, PaddingRows
 from vllm_gaudi.v1.worker.kv_cache import CacheGeometry, KVCaches
 from vllm_gaudi.v1.worker.prompt_logprobs import PromptLogprobsWorker
 from vllm_gaudi.v1.worker.requests import RequestTable
@@ -168,7 +168,7 @@ class HPUModelRunner:
             requests=RequestTable(slots, geometry.num_groups, self.max_model_len, cached_groups, geometry.block_size),
             inputs=InputBuilder(
                 grid,
-                PadRows(geometry.spare_block, caches.zero_row, caches.trash_row, caches.first_staging_row),
+                PaddingRows(geometry.spare_block, caches.zero_row, caches.trash_row, caches.first_staging_row),
                 tiles=_row_tiles(mode.row_tiles, geometry),
                 expert_tiles=_row_tiles(mode.expert_row_tiles, geometry),
                 with_hints=mode.host_hints,
@@ -204,24 +204,24 @@ class HPUModelRunner:
         widest = max(prefills, key=lambda bucket: (bucket.batch * bucket.blocks, bucket.rows))
         buckets: tuple[PrefillBucket | DecodeBucket, ...] = (grid.all_decode()[0], prefills[0], widest)
         for bucket in dict.fromkeys(buckets):
-            self.run_pads(bucket)
+            self.dummy_run(bucket)
         self.sampling.warm_up(run_all=False)
 
     def run_smallest_decode(self) -> None:
         """A dummy run that costs least."""
-        self.run_pads(self.step.grid.all_decode()[-1])
+        self.dummy_run(self.step.grid.all_decode()[-1])
 
     @torch.inference_mode()
-    def run_pads(self, bucket: PrefillBucket | DecodeBucket) -> torch.Tensor:
-        """Run one bucket of pads through model and logits, which are returned."""
-        return self.step.run_pads(bucket)
+    def dummy_run(self, bucket: PrefillBucket | DecodeBucket) -> torch.Tensor:
+        """Run one bucket of padding through model and logits, which are returned."""
+        return self.step.dummy_run(bucket)
 
     @torch.inference_mode()
     def warm_up(self, show_progress: bool) -> int:
         """Compile every shape of the grid and leave no trace of it in the caches; returns the number of shapes.
 
-        On Gaudi nothing runs while it is compiled, so what pads read is written anew, two shapes run for real, and so
-        do the operators outside the graphs, each of which is compiled at its first run with a shape.
+        On Gaudi nothing runs while it is compiled, so what padding reads is written anew, two shapes run for real, and
+        so do the operators outside the graphs, each of which is compiled at its first run with a shape.
         """
         if self.mode.exact_shapes:
             self.finish_warm_up()
@@ -230,10 +230,10 @@ class HPUModelRunner:
         if self.mode.on_hpu:
             self.run_smallest_decode()  # makes what lives on, where it is known to be made
         with device.compile_only() as nothing_ran:
-            count = warm_up(step.grid, self.run_pads, show_progress)
+            count = warm_up(step.grid, self.dummy_run, show_progress)
         if nothing_ran:
             step.caches.zero_reserved()
-            validate(step.grid, self.run_pads)
+            validate(step.grid, self.dummy_run)
             self._warm_up_eager()
         self.finish_warm_up()
         return count
@@ -247,7 +247,7 @@ class HPUModelRunner:
         )
         for buckets in all_buckets:
             for bucket in {(bucket.rows, bucket.batch): bucket for bucket in buckets}.values():
-                self.run_pads(bucket)  # embedding and last norm, token ids of decodes, rows of logits
+                self.dummy_run(bucket)  # embedding and last norm, token ids of decodes, rows of logits
         self.sampling.warm_up(run_all=True)
         for rows in step.grid.decode_batches:
             step.inputs.remember(np.empty(0, np.int32), torch.zeros(rows, dtype=torch.int32, device=self.device))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a step's requests to padded model inputs: which rows run together, in which bucket, and with which pads.
+"""From a step's requests to padded model inputs: which rows run together, in which bucket, and with which padding.
 
 Owns: the split of a step into forwards, all host-to-device uploads of a forward, and the last sampled token per slot.
 Never: the model, sampling, or a shape outside the grid.
@@ -40,7 +40,7 @@ class ModelInputs:
     input_ids: torch.Tensor  # [rows] int32
     positions: torch.Tensor  # [rows] int32, or [3, rows] for a model with multi-axis rotary positions
     attn: HPUAttentionMetadata
-    logit_rows: torch.Tensor  # [batch] int64: the row of each sequence's last token (pads: row 0)
+    logit_rows: torch.Tensor  # [batch] int64: the row of each sequence's last token (padding: row 0)
     staged: RowCopies | None = None  # what to save from the staging rows once the forward has run
 
 
@@ -55,12 +55,12 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True)
-class PadRows:
+class PaddingRows:
     """Where padding points: real rows that nobody's result depends on."""
 
     spare_block: int  # kernel block id
-    zero_row: int  # state row, read by pads
-    trash_row: int  # state row, written by pads
+    zero_row: int  # state row, read by padding
+    trash_row: int  # state row, written by padding
     staging_row: int = 0  # the first of the state rows that take the states of boundaries on the way
 
 
@@ -75,7 +75,7 @@ class InputBuilder:
     def __init__(
         self,
         grid: BucketGrid,
-        pads: PadRows,
+        padding: PaddingRows,
         *,
         tiles: RowTiles | None,
         expert_tiles: RowTiles | None,
@@ -88,7 +88,7 @@ class InputBuilder:
         device: torch.device,
     ):
         self._grid = grid
-        self._pads = pads
+        self._padding = padding
         self._tiles = tiles
         self._expert_tiles = expert_tiles
         self._attention_group = attention_group
@@ -97,9 +97,9 @@ class InputBuilder:
         self._axes = position_axes
         self._device = device
         self._with_hints = with_hints
-        # Behind the slots: what pads read, and where the tokens of pads go.
+        # Behind the slots: what padding reads, and where the tokens of padding go.
         self._last_tokens = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
-        self._pad_slot = num_slots
+        self._padding_row = num_slots
 
     def build(self, step: StepRequests, crossed: Mapping[int, Crossed]) -> Iterator[ModelInputs]:
         """The forwards of ``step``, in the order in which they must run.
@@ -115,12 +115,12 @@ class InputBuilder:
 
     def remember(self, slots: np.ndarray, token_ids: torch.Tensor) -> None:
         """Keep sampled ``token_ids`` [rows] (device) as the next input of ``slots`` [n] int32, the first n of them."""
-        rows = np.full(token_ids.shape[0], self._pad_slot + 1, np.int64)
+        rows = np.full(token_ids.shape[0], self._padding_row + 1, np.int64)
         rows[: len(slots)] = slots
         self._last_tokens.index_copy_(0, self._upload(rows, np.int64), token_ids.to(torch.int32))
 
-    def dummy(self, bucket: PrefillBucket | DecodeBucket) -> ModelInputs:
-        """Inputs of ``bucket`` made of pads alone, for profiling and warm-up."""
+    def dummy_inputs(self, bucket: PrefillBucket | DecodeBucket) -> ModelInputs:
+        """Inputs of ``bucket`` made of padding alone, for profiling and warm-up."""
         if isinstance(bucket, PrefillBucket):
             return self._prefill_tensors(bucket, (), [], {})
         return self._decode_tensors(bucket, (), [])
@@ -183,7 +183,7 @@ class InputBuilder:
         crossed: Mapping[int, Crossed],
     ) -> ModelInputs:
         batch, query = bucket.batch, bucket.query
-        spare = self._pads.spare_block
+        spare = self._padding.spare_block
         ids = np.zeros((batch, query), np.int32)
         positions = np.zeros((batch, query), np.int32)
         mapping = np.broadcast_to(spare * self._kernel_block + np.arange(query) % self._kernel_block, (batch, query))
@@ -263,11 +263,11 @@ class InputBuilder:
             return None, None
         every = self._grid.block_size
         first = every - num_computed_tokens % every
-        write = np.full((bucket.batch, bucket.boundaries), self._pads.trash_row, np.int64)
+        write = np.full((bucket.batch, bucket.boundaries), self._padding.trash_row, np.int64)
         rows, blocks = [], []
         for n, boundaries in crossed.items():
             which = (boundaries.tokens - first[n]) // every
-            row = self._pads.staging_row + n * bucket.boundaries + which
+            row = self._padding.staging_row + n * bucket.boundaries + which
             write[n, which] = row
             rows.append(row)
             blocks.append(boundaries.blocks)
@@ -289,12 +289,12 @@ class InputBuilder:
         self, bucket: DecodeBucket, members: tuple[int, ...], sequences: Sequence[ScheduledSequence]
     ) -> ModelInputs:
         batch = bucket.batch
-        spare = self._pads.spare_block
+        spare = self._padding.spare_block
         positions = np.zeros(bucket.rows, np.int32)
-        token_rows = np.full(bucket.rows, self._pad_slot, np.int64)
+        token_rows = np.full(bucket.rows, self._padding_row, np.int64)
         mapping = (spare * self._kernel_block + np.arange(batch) % self._kernel_block).astype(np.int64)
         block_list = np.full(bucket.blocks, spare, np.int32)
-        # Pads of the list belong to the last row with no token in sight, behind that row's own blocks.
+        # Padding of the list belong to the last row with no token in sight, behind that row's own blocks.
         block_groups = np.full(bucket.blocks, batch - 1, np.int32)
         block_usage = np.zeros(bucket.blocks, np.int32)
         first_block = np.full(batch, bucket.blocks - 1, np.int32)
@@ -339,8 +339,8 @@ class InputBuilder:
         )
 
     def _state_indices(self, sequences: Sequence[ScheduledSequence], batch: int) -> tuple[np.ndarray, np.ndarray]:
-        read = np.full(batch, self._pads.zero_row, np.int64)
-        write = np.full(batch, self._pads.trash_row, np.int64)
+        read = np.full(batch, self._padding.zero_row, np.int64)
+        write = np.full(batch, self._padding.trash_row, np.int64)
         for n, sequence in enumerate(sequences):
             read[n] = write[n] = sequence.state_slot
         return read, write

@@ -4,7 +4,7 @@
 Owns: allocation, binding to the layers, the reserved rows, and what it all costs in bytes.
 Never: what a step zeroes or moves (``gdn_checkpoint``).
 
-Ordering rule: the reserved rows are zeroed by writing after the last run on pads and before the first request.
+Ordering rule: the reserved rows are zeroed by writing after the last run on padding and before the first request.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CacheGeometry:
 
     @property
     def spare_block(self) -> int:
-        """Kernel block id of the pad block: the last one, which no block of the pool covers."""
+        """Kernel block id of the padding block: the last one, which no block of the pool covers."""
         return self.num_kernel_blocks
 
     @property
@@ -159,7 +159,7 @@ class KVCaches:
         return sum(t.numel() * t.element_size() for t in (*self.conv_states, *self.ssm_states))
 
     def zero_reserved(self) -> None:
-        """Write zeros over what pads read and write: null block, spare kernel block, ZERO and TRASH."""
+        """Write zeros over what padding reads and writes: null block, spare kernel block, ZERO and TRASH."""
         for tensor in (*self.k, *self.v):
             tensor[: self.geometry.block_size].zero_()
             tensor[self.geometry.num_tokens :].zero_()

@@ -37,7 +37,7 @@ class HostLogprobs:
     """Logprobs on their way to the host; ``get`` blocks until they have arrived."""
 
     def __init__(self, logprobs: LogprobsTensors, num_rows: int):
-        """``logprobs``: on the device, one row per request or position, ``num_rows`` of them and then pads."""
+        """``logprobs``: on the device, one row per request or position, ``num_rows`` of them and then padding."""
         self._num_rows = num_rows
         self._parts = [
             HostCopy(part) for part in (logprobs.logprob_token_ids, logprobs.logprobs, logprobs.selected_token_ranks)
@@ -54,7 +54,7 @@ class SampledStep:
 
     req_ids: tuple[str, ...]
     admissions: tuple[int, ...]
-    token_ids: HostCopy  # [rows, 1] int32; rows behind the requests are pads
+    token_ids: HostCopy  # [rows, 1] int32; rows after the requests are padding
     logprobs: HostLogprobs | None
 
     def tokens(self) -> list[list[int]]:
@@ -142,7 +142,8 @@ class SamplingState:
         return sampled, out.sampled_token_ids.reshape(-1)
 
     def warm_up(self, run_all: bool) -> None:
-        """Sample pads: every number of rows, or the largest only, greedily, at random, and both with top-p and top-k.
+        """Sample padding: every number of rows, or the largest only, greedily, at random, and both with top-p and
+        top-k.
 
         ``logit_rows`` has been given logits of the model once.
         """

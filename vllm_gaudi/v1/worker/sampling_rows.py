@@ -134,7 +134,7 @@ class LogitRows:
         self._logits.index_copy_(0, self._upload(places), logits)
 
     def take(self, places: Sequence[int], num_rows: int) -> torch.Tensor:
-        """New [num_rows, V]: the rows kept at ``places``, then pads."""
+        """New [num_rows, V]: the rows kept at ``places``, then padding."""
         assert self._logits is not None
         rows = np.full(num_rows, self._max_rows, np.int32)
         rows[: len(places)] = places

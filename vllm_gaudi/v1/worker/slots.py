@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 
 NUM_RESERVED_ROWS = 2
-"""State rows after the slots: ZERO (never written, read by pads) and TRASH (never read, written by pads)."""
+"""State rows after the slots: ZERO (never written, read by padding) and TRASH (never read, written by padding)."""
 
 
 class SlotPool:

@@ -121,9 +121,9 @@ class StepRunner:
         output = StepOutput(step, sampled, pending.prompt_logprobs)
         return output if self.is_async else output.get_output()
 
-    def run_pads(self, bucket: PrefillBucket | DecodeBucket) -> torch.Tensor:
-        """Run one bucket of pads through model and logits, which are returned and kept as nobody's."""
-        inputs = self.inputs.dummy(bucket)
+    def dummy_run(self, bucket: PrefillBucket | DecodeBucket) -> torch.Tensor:
+        """Run one bucket of padding through model and logits, which are returned and kept as nobody's."""
+        inputs = self.inputs.dummy_inputs(bucket)
         logits = self.graphs.logits(self.graphs.run(inputs), inputs.logit_rows)
         self.sampling.logit_rows.add(logits, {})
         return logits

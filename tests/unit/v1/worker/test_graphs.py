@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket
-from vllm_gaudi.v1.worker.inputs import InputBuilder, PadRows
+from vllm_gaudi.v1.worker.inputs import InputBuilder, PaddingRows
 
 pytestmark = pytest.mark.xdist_group("vllm")  # with --dist loadgroup only one process imports it
 
@@ -19,7 +19,7 @@ GRID = BucketGrid(query_multiple=16, max_query=64, max_batch=6, max_context=100,
 def inputs():
     return InputBuilder(
         GRID,
-        PadRows(spare_block=30, zero_row=6, trash_row=7),
+        PaddingRows(spare_block=30, zero_row=6, trash_row=7),
         tiles=None,
         expert_tiles=None,
         with_hints=False,
@@ -60,9 +60,9 @@ def test_every_bucket_of_the_grid_has_a_shape_of_its_own(inputs):
     from vllm_gaudi.v1.worker.graphs import shape_of
 
     buckets = [*GRID.all_prefill(), *GRID.all_decode()]
-    assert len({shape_of(inputs.dummy(bucket)) for bucket in buckets}) == len(buckets)
-    assert shape_of(inputs.dummy(PrefillBucket(4, 16, 4))) == ("prefill", 64, 4, 4, 0)
-    assert shape_of(inputs.dummy(DecodeBucket(2, 16))) == ("decode", 16, 2, 16, 0)
+    assert len({shape_of(inputs.dummy_inputs(bucket)) for bucket in buckets}) == len(buckets)
+    assert shape_of(inputs.dummy_inputs(PrefillBucket(4, 16, 4))) == ("prefill", 64, 4, 4, 0)
+    assert shape_of(inputs.dummy_inputs(DecodeBucket(2, 16))) == ("decode", 16, 2, 16, 0)
 
 
 def test_shapes_before_the_seal_are_warm_and_others_are_reported_once(runner, inputs, monkeypatch):
@@ -70,12 +70,12 @@ def test_shapes_before_the_seal_are_warm_and_others_are_reported_once(runner, in
 
     said = []
     monkeypatch.setattr(graphs.logger, "warning", lambda *args: said.append(args))
-    runner.run(inputs.dummy(PrefillBucket(1, 16, 1)))
+    runner.run(inputs.dummy_inputs(PrefillBucket(1, 16, 1)))
     runner.seal()
-    runner.run(inputs.dummy(PrefillBucket(1, 16, 1)))
+    runner.run(inputs.dummy_inputs(PrefillBucket(1, 16, 1)))
     assert (runner.cold_shapes, said) == (set(), [])
     for _ in range(2):
-        runner.run(inputs.dummy(PrefillBucket(1, 32, 2)))
+        runner.run(inputs.dummy_inputs(PrefillBucket(1, 32, 2)))
     assert runner.cold_shapes == {("prefill", 32, 1, 2, 0)}
     assert said == [("Configuration: %s was not warmed-up!", ("prefill", 32, 1, 2, 0))]
     assert runner.warm_shapes == {("prefill", 16, 1, 1, 0)}
@@ -86,7 +86,7 @@ def test_without_warm_up_nothing_is_reported(runner, inputs, monkeypatch):
 
     monkeypatch.setattr(graphs.logger, "warning", lambda *args: pytest.fail("reported"))
     runner.seal()
-    runner.run(inputs.dummy(DecodeBucket(1, 8)))
+    runner.run(inputs.dummy_inputs(DecodeBucket(1, 8)))
     assert runner.cold_shapes == {("decode", 16, 1, 8, 0)}
 
 
@@ -96,12 +96,12 @@ def test_no_more_than_some_cold_shapes_are_remembered(runner, inputs, monkeypatc
     monkeypatch.setattr(graphs, "MOST_COLD_SHAPES", 3)
     runner.seal()
     for blocks in range(1, 9):
-        runner.run(inputs.dummy(DecodeBucket(1, blocks)))
+        runner.run(inputs.dummy_inputs(DecodeBucket(1, blocks)))
     assert runner.cold_shapes == {("decode", 16, 1, blocks, 0) for blocks in (1, 2, 3)}
 
 
 def test_logits_are_those_of_the_rows_asked_for(runner, inputs):
-    hidden = runner.run(inputs.dummy(PrefillBucket(1, 16, 1)))
+    hidden = runner.run(inputs.dummy_inputs(PrefillBucket(1, 16, 1)))
     rows = torch.from_numpy(np.array([3, 0, 3]))
     assert runner.logits(hidden, rows).tolist() == [[6.0], [0.0], [6.0]]
 

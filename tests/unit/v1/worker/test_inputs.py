@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padded model inputs from literal steps: every scheduled token stands once where its block table says, pads stand in
-pad rows, and the forwards come in the order in which one may read what another writes."""
+padding rows, and the forwards come in the order in which one may read what another writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, ExactGrid, PrefillBucket, RowTiles
 from vllm_gaudi.ops.linear import GemmRows
 from vllm_gaudi.v1.worker.gdn_checkpoint.plan import Crossed
-from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PadRows
+from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PaddingRows
 from vllm_gaudi.v1.worker.requests import StepRequests
 
 KERNEL = 4  # tokens of a kernel block
@@ -100,7 +100,7 @@ def make(
     )
     builder = InputBuilder(
         grid,
-        PadRows(SPARE, ZERO, TRASH, STAGING),
+        PaddingRows(SPARE, ZERO, TRASH, STAGING),
         tiles=RowTiles(64, 16) if tail is None else RowTiles(8, 2, tail),
         expert_tiles=RowTiles(32, 8),
         with_hints=is_host,
@@ -116,7 +116,7 @@ def make(
 
 
 def check_prefill(inputs: ModelInputs, rows: list[Row]) -> None:
-    """Every value of a prefill forward over ``rows`` (its members), pads included."""
+    """Every value of a prefill forward over ``rows`` (its members), padding included."""
     attn, bucket = inputs.attn, inputs.bucket
     assert isinstance(bucket, PrefillBucket) and attn.decode is None and attn.prefill is not None
     assert (attn.batch, attn.query, attn.gemm_rows) == (bucket.batch, bucket.query, GemmRows(64))
@@ -151,7 +151,7 @@ def check_prefill(inputs: ModelInputs, rows: list[Row]) -> None:
 
 
 def check_decode(inputs: ModelInputs, rows: list[Row]) -> None:
-    """Every value of a decode forward over ``rows`` (its members), pads included."""
+    """Every value of a decode forward over ``rows`` (its members), padding included."""
     attn, bucket = inputs.attn, inputs.bucket
     assert isinstance(bucket, DecodeBucket) and attn.prefill is None and attn.decode is not None
     assert (attn.batch, attn.query, attn.gemm_rows) == (bucket.batch, 1, GemmRows(16))
@@ -339,7 +339,7 @@ class TestGemmSlices:
         assert forward.attn.gemm_rows.slices == ((0, 2), (2, 2))
 
     def test_dummies_run_all_their_rows(self):
-        assert make(tail=2).dummy(PrefillBucket(1, 8, 2)).attn.gemm_rows == GemmRows(8)
+        assert make(tail=2).dummy_inputs(PrefillBucket(1, 8, 2)).attn.gemm_rows == GemmRows(8)
 
 
 def test_an_empty_step_has_no_forward():
@@ -382,7 +382,7 @@ def test_dummies_of_all_buckets_are_pads_alone(axes):
     builder = make(axes)
     grid = builder._grid
     for bucket in [*grid.all_prefill(), *grid.all_decode()]:
-        inputs = builder.dummy(bucket)
+        inputs = builder.dummy_inputs(bucket)
         assert inputs.bucket == bucket and inputs.members == ()
         assert inputs.positions.shape == ((bucket.rows,) if axes == 1 else (3, bucket.rows))
         if axes == 1:
@@ -464,6 +464,6 @@ class TestKeptBoundaries:
             assert bucket.batch * bucket.boundaries <= grid.num_staging
 
     def test_pads_of_a_warm_up_write_to_trash_alone(self):
-        dummy = make(caches=True).dummy(PrefillBucket(2, 16, 4, 2))
+        dummy = make(caches=True).dummy_inputs(PrefillBucket(2, 16, 4, 2))
         assert dummy.attn.kept.state_indices_out.tolist() == [TRASH] * 4 and dummy.staged is None
         assert dummy.attn.kept.first.tolist() == [self.B, self.B]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from vllm_gaudi.bucketing.grid import BucketGrid
-from vllm_gaudi.v1.worker.inputs import InputBuilder, PadRows
+from vllm_gaudi.v1.worker.inputs import InputBuilder, PaddingRows
 from vllm_gaudi.v1.worker.requests import RequestTable, StepRequests
 from vllm_gaudi.v1.worker.slots import SlotPool
 
@@ -350,7 +350,7 @@ def builder() -> InputBuilder:
     grid = BucketGrid(query_multiple=16, max_query=32, max_batch=2, max_context=64, kernel_block=16, max_blocks=8)
     return InputBuilder(
         grid,
-        PadRows(spare_block=8, zero_row=2, trash_row=3),
+        PaddingRows(spare_block=8, zero_row=2, trash_row=3),
         tiles=None,
         expert_tiles=None,
         with_hints=False,

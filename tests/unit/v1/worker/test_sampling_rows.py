@@ -121,7 +121,7 @@ class TestLogitRows:
     def test_rows_are_found_at_their_places_and_nobody_s_are_not(self):
         rows = LogitRows(4, torch.device("cpu"))
         first, second = torch.arange(6.0).view(3, 2), torch.arange(10.0, 14.0).view(2, 2)
-        rows.add(first, {0: 1})  # the third is a pad, the second does not sample
+        rows.add(first, {0: 1})  # the third is padding, the second does not sample
         rows.add(second, {0: 0, 1: 2})
         taken = rows.take([2, 0, 1], 4)
         assert taken[:3].tolist() == [[12, 13], [10, 11], [0, 1]] and taken.shape == (4, 2)

@@ -161,8 +161,8 @@ def _rows(state: torch.Tensor) -> torch.Tensor:
 
 def padded(rows: np.ndarray) -> np.ndarray:
     """[N] int32 -> [size] int32, N > 0: the last entry repeated, so that the number of shapes stays small."""
-    num_pads = _sizes(len(rows))[-1] - len(rows)
-    return np.concatenate([rows, np.repeat(rows[-1:], num_pads)]).astype(np.int32)
+    num_padding = _sizes(len(rows))[-1] - len(rows)
+    return np.concatenate([rows, np.repeat(rows[-1:], num_padding)]).astype(np.int32)
 
 
 def _sizes(most: int) -> tuple[int, ...]:
