@@ -123,7 +123,14 @@ GAUDI = {
     "sdpa": "FusedSDPA",
     "input_reuse": "0",
 }
-HPU_OPS = {"rms_norm", "rotary_embedding", "insert_kv", "paged_prefill_attention", "paged_decode_attention", "experts"}
+HPU_OPS = {
+    "rms_norm",
+    "rotary_embedding",
+    "reshape_and_cache",
+    "paged_prefill_attention",
+    "paged_decode_attention",
+    "experts",
+}
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -206,7 +206,7 @@ if device.is_hpu():
         print(nothing_runs, calls.of("env_setting"))
     print(calls.of("env_setting")[1:])
 from vllm_gaudi.ops.registry import load_ops
-print(load_ops().insert_kv.__module__)
+print(load_ops().reshape_and_cache.__module__)
 """
 
 

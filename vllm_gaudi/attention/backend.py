@@ -100,7 +100,7 @@ class HPUAttentionImpl(AttentionImpl):
         rows = meta.num_rows
         hints = {} if meta.hints is None else {"num_computed_range": meta.hints.num_computed_range}
         k_cache, v_cache = kv_cache
-        self._ops.insert_kv(k_cache, v_cache, key[:rows], value[:rows], meta.slot_mapping)
+        self._ops.reshape_and_cache(k_cache, v_cache, key[:rows], value[:rows], meta.slot_mapping)
         if meta.prefill is not None:
             attended = self._ops.paged_prefill_attention(
                 query[:rows].view(meta.batch, meta.query, self.num_heads, self.head_size),

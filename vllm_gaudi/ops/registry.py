@@ -16,7 +16,7 @@ from vllm_gaudi.ops.causal_conv1d import CausalConv1dPrefill, CausalConv1dUpdate
 from vllm_gaudi.ops.gated_delta_rule import ChunkGatedDeltaRule, RecurrentGatedDeltaRule
 from vllm_gaudi.ops.moe import Experts, PrepareExperts
 from vllm_gaudi.ops.norm import RMSNorm
-from vllm_gaudi.ops.paged_attention import InsertKV, PagedDecodeAttention, PagedPrefillAttention
+from vllm_gaudi.ops.paged_attention import PagedDecodeAttention, PagedPrefillAttention, ReshapeAndCache
 from vllm_gaudi.ops.rotary import RotaryEmbedding
 
 Variant = Literal["cpu", "hpu"]
@@ -34,7 +34,7 @@ TABLE: dict[str, tuple[str, str | None]] = {
     "causal_conv1d_update": (_OPS + "causal_conv1d.cpu", _OPS + "causal_conv1d.hpu"),
     "rms_norm": (_OPS + "norm.cpu", _OPS + "norm.hpu"),
     "rotary_embedding": (_OPS + "rotary.cpu", _OPS + "rotary.hpu"),
-    "insert_kv": (_OPS + "paged_attention.cpu", _OPS + "paged_attention.hpu"),
+    "reshape_and_cache": (_OPS + "paged_attention.cpu", _OPS + "paged_attention.hpu"),
     "paged_prefill_attention": (_OPS + "paged_attention.cpu", _OPS + "paged_attention.hpu"),
     "paged_decode_attention": (_OPS + "paged_attention.cpu", _OPS + "paged_attention.hpu"),
     "route": (_OPS + "moe.routing", None),
@@ -56,7 +56,7 @@ class Ops:
     causal_conv1d_update: CausalConv1dUpdate
     rms_norm: RMSNorm
     rotary_embedding: RotaryEmbedding
-    insert_kv: InsertKV
+    reshape_and_cache: ReshapeAndCache
     paged_prefill_attention: PagedPrefillAttention
     paged_decode_attention: PagedDecodeAttention
     route: Callable[..., Any]

@@ -187,7 +187,7 @@ CASES = (
     Case("experts", "one_row_all_experts", mixture(1, 8, 8, 24, 16), "mixture_of_experts"),
     Case("experts", "more_than_one_call_takes", mixture(20, 150, 8, 32, 16), "mixture_of_experts", calls=3),
     Case("experts", "as_many_as_the_largest_model", mixture(16, 512, 10, 64, 32), "mixture_of_experts", calls=8),
-    Case("insert_kv", "with_a_pad", insert(6, 0, 200, SPARE * KERNEL_BLOCK), written=(0, 1)),
+    Case("reshape_and_cache", "with_a_pad", insert(6, 0, 200, SPARE * KERNEL_BLOCK), written=(0, 1)),
     Case("paged_prefill_attention", "from_the_start", prefill([0], 40, 4, 2, 32, 3), "FusedSDPA"),
     Case("paged_prefill_attention", "behind_contexts", prefill([3, 64, 0], 32, 6, 2, 64, 8), "FusedSDPA"),
     Case("paged_prefill_attention", "one_kv_head_pad_blocks", prefill([16], 16, 4, 1, 16, 8), "FusedSDPA"),
@@ -273,7 +273,7 @@ def test_a_variant_agrees_with_the_cpu_s(
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype
-        if case.op == "insert_kv":
+        if case.op == "reshape_and_cache":
             assert torch.equal(one, other)
         else:
             assert error(one, other) < TOLERANCE[dtype]

@@ -135,7 +135,7 @@ class TestForward:
             return query
 
         impl._ops = SimpleNamespace(
-            insert_kv=lambda k_cache, v_cache, key, value, places: log.append(f"insert {len(key)}"),
+            reshape_and_cache=lambda k_cache, v_cache, key, value, places: log.append(f"insert {len(key)}"),
             paged_prefill_attention=attend,
             paged_decode_attention=attend,
         )

@@ -31,7 +31,7 @@ class Pages:
     def insert(self, n, length):
         size = self.kernel_block
         slots = torch.tensor([self.blocks[n][t // size] * size + t % size for t in range(length)], dtype=torch.int32)
-        resolve("insert_kv", "cpu")(self.k_cache, self.v_cache, self.key[n], self.value[n], slots)
+        resolve("reshape_and_cache", "cpu")(self.k_cache, self.v_cache, self.key[n], self.value[n], slots)
 
     def tokens_of(self, block):
         return slice(block * self.kernel_block, (block + 1) * self.kernel_block)
@@ -79,7 +79,7 @@ def test_insert_writes_its_slots_and_nothing_else(variant, index_dtype):
     k_cache, v_cache = torch.full((20, 2, 3), NAN), torch.full((20, 2, 3), NAN)
     key, value = torch.randn(4, 2, 3), torch.randn(4, 2, 3)
     slots = torch.tensor([6, 0, 15, 16], dtype=index_dtype)  # the last one is padding: block 4 is the spare one
-    resolve("insert_kv", variant)(k_cache, v_cache, key, value, slots)
+    resolve("reshape_and_cache", variant)(k_cache, v_cache, key, value, slots)
     for rows, new in ((k_cache, key), (v_cache, value)):
         assert torch.equal(rows[slots.long()], new)
         untouched = torch.ones(20, dtype=torch.bool)

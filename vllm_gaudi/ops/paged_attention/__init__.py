@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 
-class InsertKV(Protocol):
+class ReshapeAndCache(Protocol):
     """Write T tokens into the cache, in place.
 
     k_cache, v_cache  [(num_kernel_blocks + 1) * kernel_block, Hkv, D]: MUTATED at the given slots only

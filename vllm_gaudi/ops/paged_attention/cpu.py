@@ -24,14 +24,14 @@ ENTRIES_AT_ONCE = 32  # kernel blocks whose float32 copies are alive together in
 _NEVER = float("-inf")
 
 
-def insert_kv(
+def reshape_and_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`InsertKV`."""
+    """`ReshapeAndCache`."""
     index = slot_mapping.long()  # CPU index_copy_ takes no int32 index
     for cache, new in ((k_cache, key), (v_cache, value)):
         cache.index_copy_(0, index, new.to(cache.dtype))

@@ -16,14 +16,14 @@ import torch
 QUERY_BIAS_BYTES = 2**30  # the fused kernel fails on a bias of 2^31 bytes; queries are cut to stay below this
 
 
-def insert_kv(
+def reshape_and_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`InsertKV`."""
+    """`ReshapeAndCache`."""
     k_cache.index_copy_(0, slot_mapping, key.to(k_cache.dtype))
     v_cache.index_copy_(0, slot_mapping, value.to(v_cache.dtype))
 
