@@ -61,8 +61,8 @@ class Seen:
                 == attn.state_indices_in.shape
                 == (attn.batch,)
             )
-            kept = 0 if attn.kept is None else len(attn.kept.state_indices_out)
-            assert attn.kept is None or attn.kept.first.shape == (attn.batch,)
+            kept = 0 if attn.intermediate is None else len(attn.intermediate.state_indices_out)
+            assert attn.intermediate is None or attn.intermediate.offset.shape == (attn.batch,)
             self.forwards.add(("prefill", rows, attn.batch, table[1], kept))
         else:
             listed = attn.decode.block_list.shape[0]

@@ -30,7 +30,7 @@ class CheckpointWitness:
         self._reached: dict[str, tuple[Any, int]] = {}  # request, the last boundary that it was given blocks for
         self._given: dict[int, tuple[str, int]] = {}  # block id -> request and boundary it was given for
         self._is_handing_out = False
-        self.num_kept = 0
+        self.num_intermediate = 0
         self.num_skipped = 0
         self._wrap()
 
@@ -138,7 +138,7 @@ class CheckpointWitness:
                     self.num_skipped += 1
                     continue
                 if known and must and key in now:
-                    self.num_kept += 1
+                    self.num_intermediate += 1
                     self._must.add(key)
                 if boundary == last:
                     self._reached[request.request_id] = (request, boundary)

@@ -108,13 +108,13 @@ class SymbolicGraphs(GraphRunner):
 
     def _stage(self, inputs: ModelInputs, n: int, num_tokens: int, state: int) -> None:
         """Leave the state after ``num_tokens`` of the chunk of sequence ``n`` where a boundary's state belongs."""
-        kept = inputs.attn.kept
-        if kept is None:
+        intermediate = inputs.attn.intermediate
+        if intermediate is None:
             return
-        past_first = num_tokens - int(kept.first[n])
-        if past_first >= 0 and past_first % kept.every == 0:
-            rows = kept.state_indices_out.view(inputs.attn.batch, -1)
-            self._write_state(int(rows[n, past_first // kept.every]), state)
+        past_first = num_tokens - int(intermediate.offset[n])
+        if past_first >= 0 and past_first % intermediate.interval == 0:
+            rows = intermediate.state_indices_out.view(inputs.attn.batch, -1)
+            self._write_state(int(rows[n, past_first // intermediate.interval]), state)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         states = hidden.index_select(0, rows)[:, 0].numpy().astype(np.uint64)

@@ -25,11 +25,11 @@ class PrefillAttention:
 
 
 @dataclass(frozen=True)
-class KeptBoundaries:
+class IntermediateStates:
     """Where each of N sequences leaves its GDN states at the S block boundaries that it may run over."""
 
-    first: torch.Tensor  # [N] int32: tokens from the chunk's first token to the first boundary, at least 1
-    every: int  # tokens between boundaries: B
+    offset: torch.Tensor  # [N] int32: tokens from the chunk's first token to the first boundary, at least 1
+    interval: int  # tokens between boundaries: B
     state_indices_out: torch.Tensor  # [N * S] int64: GDN state row that is written (TRASH for what is not kept)
 
 
@@ -63,7 +63,7 @@ class HPUAttentionMetadata:
     state_indices_out: torch.Tensor  # [batch] int64: GDN state row that is written (TRASH for padding)
     prefill: PrefillAttention | None = None
     decode: DecodeAttention | None = None
-    kept: KeptBoundaries | None = None
+    intermediate: IntermediateStates | None = None
     gemm_rows: GemmRows | None = None  # rows of every matrix product; None: one product over all rows
     expert_gemm_rows: GemmRows | None = None  # the same of the experts' products
     hints: HostHints | None = None

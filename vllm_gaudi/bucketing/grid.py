@@ -150,17 +150,17 @@ class BucketGrid:
         self.decode_blocks = ladder("decode_block_buckets", doubling(first_blocks, all_blocks), 1, all_blocks)
         self.max_prefill_rows = top_query
 
-    def prefill(self, batch: int, query: int, context: int, keeps_boundaries: bool = False) -> PrefillBucket:
+    def prefill(self, batch: int, query: int, context: int, keeps_intermediate: bool = False) -> PrefillBucket:
         """Bucket for ``batch`` sequences, at most ``query`` tokens each, at most ``context`` tokens read each.
 
-        ``keeps_boundaries``: whether the state at a boundary that one of them runs over is kept.
+        ``keeps_intermediate``: whether the state at a boundary that one of them runs over is kept.
         """
         query = self._step(self.prefill_queries, query, self._query_multiple)
         return PrefillBucket(
             batch=self._step(self.prefill_batches, batch),
             query=query,
             blocks=self._step(self.prefill_blocks, -(-context // self.kernel_block)),
-            boundaries=self.boundaries_within(query) if keeps_boundaries else 0,
+            boundaries=self.boundaries_within(query) if keeps_intermediate else 0,
         )
 
     def boundaries_within(self, query: int) -> int:

@@ -94,9 +94,11 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         assert meta.prefill is not None
         conv_state, ssm_state = self.kv_cache
         batched = (meta.batch, meta.query)
-        kept = meta.kept
+        intermediate = meta.intermediate
         boundaries: dict[str, Any] = (
-            {} if kept is None else {"boundary_first": kept.first, "boundary_every": kept.every}
+            {}
+            if intermediate is None
+            else {"boundary_offset": intermediate.offset, "boundary_interval": intermediate.interval}
         )
         convolved, new_conv_state, *conv_states = self._ops.causal_conv1d_prefill(
             mixed_qkv.reshape(*batched, -1),
@@ -121,10 +123,14 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         )
         conv_state.index_copy_(0, meta.state_indices_out, new_conv_state)
         ssm_state.index_copy_(0, meta.state_indices_out, new_ssm_state)
-        if kept is not None:
-            num_kept = kept.state_indices_out.shape[0]
-            conv_state.index_copy_(0, kept.state_indices_out, conv_states[0][:, : num_kept // meta.batch].flatten(0, 1))
-            ssm_state.index_copy_(0, kept.state_indices_out, ssm_states[0][:, : num_kept // meta.batch].flatten(0, 1))
+        if intermediate is not None:
+            num_intermediate = intermediate.state_indices_out.shape[0]
+            conv_state.index_copy_(
+                0, intermediate.state_indices_out, conv_states[0][:, : num_intermediate // meta.batch].flatten(0, 1)
+            )
+            ssm_state.index_copy_(
+                0, intermediate.state_indices_out, ssm_states[0][:, : num_intermediate // meta.batch].flatten(0, 1)
+            )
         return out.reshape(meta.num_rows, self.num_local_v_heads, self.head_v_dim)
 
     def _decode(

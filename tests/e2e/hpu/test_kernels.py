@@ -172,7 +172,7 @@ def one_token_convolution(batch: int, channels: int) -> Any:
     return build
 
 
-KEPT = {"boundary_first": lengths_of(32, 16), "boundary_every": 32}
+KEPT = {"boundary_offset": lengths_of(32, 16), "boundary_interval": 32}
 CASES = (
     Case("rms_norm", "hidden", norm(7, 64), "FusedRMSNorm"),
     Case("rms_norm", "residual", norm(33, 128, residual=True), "FusedRMSNorm"),

@@ -103,7 +103,7 @@ def test_an_exact_grid_pads_to_row_tiles_and_stays_within_the_listed_buckets(giv
         assert (bucket.batch, bucket.blocks) == (batch, -(-context // given["kernel_block"]))
         assert bucket.query == -(-query // multiple) * multiple <= padded.query
         assert batch == 1 or (bucket.rows <= grid.max_prefill_rows and query - shortest < multiple)
-        assert grid.prefill(batch, query, context, keeps_boundaries=True).boundaries * batch <= grid.num_staging
+        assert grid.prefill(batch, query, context, keeps_intermediate=True).boundaries * batch <= grid.num_staging
     blocks = data.draw(st.integers(batch, max(batch, grid.decode_blocks[-1])))
     if blocks <= grid.decode_blocks[-1]:
         assert grid.decode(batch, blocks) == DecodeBucket(batch, blocks)
@@ -296,7 +296,7 @@ class TestBoundaries:
     def test_a_bucket_keeps_none_or_all(self):
         grid = self.grid()
         assert grid.prefill(1, 200, 300).boundaries == 0
-        assert grid.prefill(1, 200, 300, keeps_boundaries=True).boundaries == grid.boundaries_within(256)
+        assert grid.prefill(1, 200, 300, keeps_intermediate=True).boundaries == grid.boundaries_within(256)
         both = {(b.batch, b.query, b.blocks): set() for b in grid.all_prefill()}
         for bucket in grid.all_prefill():
             both[bucket.batch, bucket.query, bucket.blocks].add(bucket.boundaries)

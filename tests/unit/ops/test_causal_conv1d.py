@@ -150,7 +150,13 @@ def test_a_boundary_tail_is_the_new_tail_of_a_run_that_ends_there(
         x[n, length:] = NAN
     plain = prefill(x, conv_state, weight, bias, lengths_of(*query_lens))
     *same, conv_states = prefill(
-        x, conv_state, weight, bias, lengths_of(*query_lens), boundary_first=lengths_of(*first), boundary_every=every
+        x,
+        conv_state,
+        weight,
+        bias,
+        lengths_of(*query_lens),
+        boundary_offset=lengths_of(*first),
+        boundary_interval=every,
     )
     assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
     assert conv_states.shape == (len(query_lens), -(-tokens // every), kernel - 1, 5)
@@ -171,7 +177,13 @@ def test_a_boundary_tail_is_the_new_tail_of_a_run_that_ends_there(
 def test_no_first_boundary_leads_out_of_range(variant):
     x, conv_state, weight, _ = inputs(3, 10, 5, 4, torch.float32)
     *_, conv_states = resolve("causal_conv1d_prefill", variant)(
-        x, conv_state, weight, None, lengths_of(10, 0, 10), boundary_first=lengths_of(0, -9, 10**6), boundary_every=8
+        x,
+        conv_state,
+        weight,
+        None,
+        lengths_of(10, 0, 10),
+        boundary_offset=lengths_of(0, -9, 10**6),
+        boundary_interval=8,
     )
     assert conv_states.shape == (3, 2, 3, 5)
     assert bool(conv_states.isfinite().all())
@@ -181,7 +193,7 @@ def test_no_first_boundary_leads_out_of_range(variant):
 @pytest.mark.parametrize("every", [0, -4])
 def test_boundaries_without_a_distance_are_refused(variant, every):
     x, conv_state, weight, _ = inputs(1, 4, 3, 4, torch.float32)
-    with pytest.raises(ValueError, match=f"boundary_every is {every}: it must be positive"):
+    with pytest.raises(ValueError, match=f"boundary_interval is {every}: it must be positive"):
         resolve("causal_conv1d_prefill", variant)(
-            x, conv_state, weight, None, lengths_of(4), boundary_first=lengths_of(1), boundary_every=every
+            x, conv_state, weight, None, lengths_of(4), boundary_offset=lengths_of(1), boundary_interval=every
         )

@@ -24,7 +24,7 @@ SHAPES = [
 
 def every_chunk(batch, chunk):
     """The arguments that ask for the state after every chunk."""
-    return {"boundary_first": torch.full((batch,), chunk, dtype=torch.int32), "boundary_every": chunk}
+    return {"boundary_offset": torch.full((batch,), chunk, dtype=torch.int32), "boundary_interval": chunk}
 
 
 def bound(args, expected, pick):
@@ -291,7 +291,7 @@ def test_no_unwritten_scratch_is_read(poisoned_empty):
     args = delta_rule_inputs(2, 75, 1, 2, 16, 16)
     for every in (16, 32, 48, 64, 160):
         results = cpu.chunk_gated_delta_rule(
-            *args, lengths_of(75, 20), chunk_size=16, boundary_first=lengths_of(16, every), boundary_every=every
+            *args, lengths_of(75, 20), chunk_size=16, boundary_offset=lengths_of(16, every), boundary_interval=every
         )
         assert all(bool(x.isfinite().all()) for x in results)
 
@@ -336,7 +336,7 @@ def test_a_boundary_state_is_the_final_state_of_a_run_that_ends_there(
     args = delta_rule_inputs(len(query_lens), tokens, 1, 2, 16, 16, torch.float32, state_dtype)
     plain = cpu.chunk_gated_delta_rule(*args, lengths_of(*query_lens), chunk_size=chunk)
     *same, kept = cpu.chunk_gated_delta_rule(
-        *args, lengths_of(*query_lens), chunk_size=chunk, boundary_first=lengths_of(*first), boundary_every=every
+        *args, lengths_of(*query_lens), chunk_size=chunk, boundary_offset=lengths_of(*first), boundary_interval=every
     )
     assert all(torch.equal(x, y) for x, y in zip(plain, same, strict=True))
     assert kept.shape == (len(query_lens), -(-tokens // every), 2, 16, 16)
@@ -360,7 +360,7 @@ def test_a_boundary_state_is_the_final_state_of_a_run_that_ends_there(
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_boundary_states_for_gaudi_agree_with_its_own_split_runs(state_dtype, tokens, chunk, every, query_lens, first):
     args = delta_rule_inputs(len(query_lens), tokens, 1, 2, 16, 16, torch.float32, state_dtype)
-    asked = {"boundary_first": lengths_of(*first), "boundary_every": every}
+    asked = {"boundary_offset": lengths_of(*first), "boundary_interval": every}
     plain = hpu.chunk_gated_delta_rule(*args, lengths_of(*query_lens), chunk_size=chunk)
     *same, kept = hpu.chunk_gated_delta_rule(*args, lengths_of(*query_lens), chunk_size=chunk, **asked)
     want = cpu.chunk_gated_delta_rule(*args, lengths_of(*query_lens), chunk_size=chunk, **asked)[2]
@@ -383,7 +383,7 @@ def test_padding_changes_no_bit_of_a_boundary_state(threads):
     poisoned = [x.clone() for x in args]
     for x in poisoned[:5]:
         x[0, 650:], x[1, 130:] = NAN, NAN
-    asked = {"boundary_first": lengths_of(64, 128), "boundary_every": 128}
+    asked = {"boundary_offset": lengths_of(64, 128), "boundary_interval": 128}
     clean = whole(args, 64, **asked)[2]
     kept = cpu.chunk_gated_delta_rule(*poisoned, lengths_of(650, 130), **asked)[2]
     assert torch.equal(kept[0, :5], clean[0, :5])  # boundaries 64, 192, .. 576
@@ -395,7 +395,11 @@ def test_padding_changes_no_bit_of_a_boundary_state(threads):
 def test_no_first_boundary_leads_out_of_range(variant):
     args = delta_rule_inputs(4, 50, 1, 1, 8, 8)
     *_, kept = resolve("chunk_gated_delta_rule", variant)(
-        *args, lengths_of(50, 50, 0, 50), chunk_size=16, boundary_first=lengths_of(0, -64, 0, 10**6), boundary_every=32
+        *args,
+        lengths_of(50, 50, 0, 50),
+        chunk_size=16,
+        boundary_offset=lengths_of(0, -64, 0, 10**6),
+        boundary_interval=32,
     )
     assert kept.shape == (4, 2, 1, 8, 8)
     assert bool(kept.isfinite().all())
@@ -405,7 +409,9 @@ def test_no_first_boundary_leads_out_of_range(variant):
 @pytest.mark.parametrize("every", [0, -16, 8, 24])
 def test_boundaries_off_the_chunk_grid_are_refused(variant, every):
     args = delta_rule_inputs(1, 20, 1, 1, 8, 8)
-    with pytest.raises(ValueError, match=f"boundary_every is {every}: it must be a positive multiple of chunk_size 16"):
+    with pytest.raises(
+        ValueError, match=f"boundary_interval is {every}: it must be a positive multiple of chunk_size 16"
+    ):
         resolve("chunk_gated_delta_rule", variant)(
-            *args, lengths_of(20), chunk_size=16, boundary_first=lengths_of(16), boundary_every=every
+            *args, lengths_of(20), chunk_size=16, boundary_offset=lengths_of(16), boundary_interval=every
         )

@@ -102,7 +102,7 @@ def test_boundaries_have_a_shape_that_no_value_is_needed_for(variant):
     def meta(*shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    counts = {"boundary_first": meta(2, dtype=torch.int32), "boundary_every": 64}
+    counts = {"boundary_offset": meta(2, dtype=torch.int32), "boundary_interval": 64}
     heads = meta(2, 100, 1, 8), meta(2, 100, 1, 8), meta(2, 100, 2, 8), meta(2, 100, 2), meta(2, 100, 2)
     *_, states = resolve("chunk_gated_delta_rule", variant)(
         *heads, meta(2, 2, 8, 8), meta(2, dtype=torch.int32), chunk_size=32, **counts

@@ -19,18 +19,18 @@ class CausalConv1dPrefill(Protocol):
     conv_state  [N, K - 1, C]  the K - 1 inputs before x, same dtype as x (zeros for a new sequence)
     weight   [C, K]         tap K - 1 meets the current token;  bias [C] or None
     query_lens  [N] int32      real tokens, 0..T
-    boundary_first [N] int32  tokens from a sequence's first token to its first boundary, 1..boundary_every; None: no
-                              boundary is asked for
-    boundary_every            tokens from one boundary to the next
+    boundary_offset [N] int32  tokens from a sequence's first token to its first boundary, 1..boundary_interval; None:
+                              no boundary is asked for
+    boundary_interval            tokens from one boundary to the next
 
     Returns (y [N, T, C] in x.dtype, zero at tokens >= query_lens; new_conv_state [N, K - 1, C]: the last K - 1 real
     inputs, gathered from [conv_state | x] at rows query_lens..query_lens + K - 2, bit for bit) and, with
-    `boundary_first`, also boundary_conv_states [N, ceil(T / boundary_every), K - 1, C]: entry i is the new_conv_state
-    of a run that ends after boundary_first + i * boundary_every tokens. An entry past its sequence's end is
-    unspecified, but finite when the real inputs are. Nothing is mutated.
+    `boundary_offset`, also boundary_conv_states [N, ceil(T / boundary_interval), K - 1, C]: entry i is the
+    new_conv_state of a run that ends after boundary_offset + i * boundary_interval tokens. An entry past its sequence's
+    end is unspecified, but finite when the real inputs are. Nothing is mutated.
 
     Raises ValueError when conv_state.dtype != x.dtype (a rounded conv_state would make a split sequence differ from a
-    whole one) and, with `boundary_first`, when boundary_every is not positive.
+    whole one) and, with `boundary_offset`, when boundary_interval is not positive.
     """
 
     def __call__(
@@ -41,8 +41,8 @@ class CausalConv1dPrefill(Protocol):
         bias: torch.Tensor | None,
         query_lens: torch.Tensor,
         *,
-        boundary_first: torch.Tensor | None = None,
-        boundary_every: int = 0,
+        boundary_offset: torch.Tensor | None = None,
+        boundary_interval: int = 0,
     ) -> tuple[torch.Tensor, ...]: ...
 
 

@@ -11,23 +11,23 @@ def conv_states_of(
     inputs: torch.Tensor,
     history: int,
     query_lens: torch.Tensor,
-    boundary_first: torch.Tensor | None,
-    boundary_every: int,
+    boundary_offset: torch.Tensor | None,
+    boundary_interval: int,
 ) -> tuple[torch.Tensor, ...]:
-    """The new_conv_state and, with `boundary_first`, the boundary_conv_states of `causal_conv1d_prefill`, in one
+    """The new_conv_state and, with `boundary_offset`, the boundary_conv_states of `causal_conv1d_prefill`, in one
     gather.
 
     inputs [N, history + T, C]: row history + t is token t; the other arguments are those of the op. An entry past its
-    sequence's end repeats the new_conv_state. Raises ValueError when boundary_every is not positive.
+    sequence's end repeats the new_conv_state. Raises ValueError when boundary_interval is not positive.
     """
     ends = query_lens[:, None]
-    if boundary_first is None:
+    if boundary_offset is None:
         return (_conv_states_after(inputs, ends, history)[:, 0],)
-    if boundary_every <= 0:
-        raise ValueError(f"boundary_every is {boundary_every}: it must be positive")
+    if boundary_interval <= 0:
+        raise ValueError(f"boundary_interval is {boundary_interval}: it must be positive")
     num_tokens = inputs.shape[1] - history
-    run = torch.arange(0, num_tokens, boundary_every, dtype=torch.int32, device=inputs.device)
-    boundaries = torch.minimum((boundary_first[:, None] + run).clamp(min=0), ends)
+    run = torch.arange(0, num_tokens, boundary_interval, dtype=torch.int32, device=inputs.device)
+    boundaries = torch.minimum((boundary_offset[:, None] + run).clamp(min=0), ends)
     conv_states = _conv_states_after(inputs, torch.cat((ends, boundaries), dim=1), history)
     return conv_states[:, 0], conv_states[:, 1:]
 

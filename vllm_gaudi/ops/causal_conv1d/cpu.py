@@ -22,8 +22,8 @@ def causal_conv1d_prefill(
     bias: torch.Tensor | None,
     query_lens: torch.Tensor,
     *,
-    boundary_first: torch.Tensor | None = None,
-    boundary_every: int = 0,
+    boundary_offset: torch.Tensor | None = None,
+    boundary_interval: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """`CausalConv1dPrefill`, segment by segment."""
     if conv_state.dtype != x.dtype:
@@ -40,7 +40,7 @@ def causal_conv1d_prefill(
         taps = _taps([inputs[:, start + j : stop + j] for j in range(history + 1)], weight, bias)
         y[:, start:stop] = taps.masked_fill_(is_padding[:, start:stop, None], 0.0)
 
-    return y, *conv_states_of(inputs, history, query_lens, boundary_first, boundary_every)
+    return y, *conv_states_of(inputs, history, query_lens, boundary_offset, boundary_interval)
 
 
 def causal_conv1d_update(

@@ -22,8 +22,8 @@ def causal_conv1d_prefill(
     bias: torch.Tensor | None,
     query_lens: torch.Tensor,
     *,
-    boundary_first: torch.Tensor | None = None,
-    boundary_every: int = 0,
+    boundary_offset: torch.Tensor | None = None,
+    boundary_interval: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """`CausalConv1dPrefill`."""
     if conv_state.dtype != x.dtype:
@@ -34,7 +34,7 @@ def causal_conv1d_prefill(
     token = torch.arange(num_tokens, dtype=torch.int32, device=x.device)
     y = _taps([inputs[:, j : j + num_tokens] for j in range(history + 1)], weight, bias)
     y = y.masked_fill((token >= query_lens[:, None])[:, :, None], 0.0).to(x.dtype)
-    return y, *conv_states_of(inputs, history, query_lens, boundary_first, boundary_every)
+    return y, *conv_states_of(inputs, history, query_lens, boundary_offset, boundary_interval)
 
 
 def causal_conv1d_update(

@@ -27,18 +27,18 @@ class ChunkGatedDeltaRule(Protocol):
     initial_state  [N, Hv, Dk, Dv] any float dtype; the running state is rounded to it after every chunk
     query_lens        [N] int32       real tokens of each sequence, 0..T; later tokens are exact no-ops, also NaN ones
     chunk_size     tokens per chunk; the sequences start on the chunk grid. Any T works, the last chunk is padded here.
-    boundary_first [N] int32       tokens from a sequence's first token to its first boundary: 1..boundary_every, a
+    boundary_offset [N] int32       tokens from a sequence's first token to its first boundary: 1..boundary_interval, a
                                    multiple of chunk_size; None when no boundaries are asked for
-    boundary_every tokens from one boundary to the next, a multiple of chunk_size
+    boundary_interval tokens from one boundary to the next, a multiple of chunk_size
 
     Returns (out [N, T, Hv, Dv] in v.dtype, final_state [N, Hv, Dk, Dv] in initial_state.dtype) and, with
-    `boundary_first`, also boundary_states [N, ceil(T / boundary_every), Hv, Dk, Dv] in initial_state.dtype: entry i is
-    the state after boundary_first + i * boundary_every tokens, bit for bit the final_state of a run that ends there.
-    An entry past its sequence's end is unspecified, but finite when the real inputs are. `out` is zero at tokens >=
-    query_lens. Asking for boundaries changes no bit of the other results. Nothing is mutated.
+    `boundary_offset`, also boundary_states [N, ceil(T / boundary_interval), Hv, Dk, Dv] in initial_state.dtype: entry i
+    is the state after boundary_offset + i * boundary_interval tokens, bit for bit the final_state of a run that ends
+    there. An entry past its sequence's end is unspecified, but finite when the real inputs are. `out` is zero at tokens
+    >= query_lens. Asking for boundaries changes no bit of the other results. Nothing is mutated.
 
-    Raises ValueError when Hv is not a multiple of Hk and, with `boundary_first`, when boundary_every is not a positive
-    multiple of chunk_size.
+    Raises ValueError when Hv is not a multiple of Hk and, with `boundary_offset`, when boundary_interval is not a
+    positive multiple of chunk_size.
     """
 
     def __call__(
@@ -52,8 +52,8 @@ class ChunkGatedDeltaRule(Protocol):
         query_lens: torch.Tensor,
         *,
         chunk_size: int = 64,
-        boundary_first: torch.Tensor | None = None,
-        boundary_every: int = 0,
+        boundary_offset: torch.Tensor | None = None,
+        boundary_interval: int = 0,
     ) -> tuple[torch.Tensor, ...]: ...
 
 

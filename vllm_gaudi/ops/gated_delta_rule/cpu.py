@@ -34,8 +34,8 @@ def chunk_gated_delta_rule(
     query_lens: torch.Tensor,
     *,
     chunk_size: int = 64,
-    boundary_first: torch.Tensor | None = None,
-    boundary_every: int = 0,
+    boundary_offset: torch.Tensor | None = None,
+    boundary_interval: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """`ChunkGatedDeltaRule`, bit for bit the same for every split on the chunk grid and every batch."""
     batch, num_tokens, k_heads, k_dim = q.shape
@@ -49,10 +49,10 @@ def chunk_gated_delta_rule(
     chunks_per_segment = max(1, SEGMENT_TOKENS // chunk_size)
     ring = state.new_empty(max(1, min(chunks_per_segment, num_chunks)), *state.shape)  # one segment's states
     boundaries = ends = None
-    if boundary_first is not None:
-        ends = boundary_chunks(boundary_first, boundary_every, chunk_size, num_chunks)
+    if boundary_offset is not None:
+        ends = boundary_chunks(boundary_offset, boundary_interval, chunk_size, num_chunks)
         if num_chunks > chunks_per_segment:
-            boundaries = _BoundaryStates(ring, ends, boundary_every // chunk_size, num_chunks)
+            boundaries = _BoundaryStates(ring, ends, boundary_interval // chunk_size, num_chunks)
 
     for first in range(0, num_chunks, chunks_per_segment):
         last = min(first + chunks_per_segment, num_chunks)

@@ -28,8 +28,8 @@ def chunk_gated_delta_rule(
     query_lens: torch.Tensor,
     *,
     chunk_size: int = 64,
-    boundary_first: torch.Tensor | None = None,
-    boundary_every: int = 0,
+    boundary_offset: torch.Tensor | None = None,
+    boundary_interval: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """`ChunkGatedDeltaRule`; equal to the CPU's within float32 rounding, not bit for bit."""
     batch, num_tokens, k_heads, k_dim = q.shape
@@ -80,9 +80,9 @@ def chunk_gated_delta_rule(
     out = torch.stack(reads, 2) + scores.reshape(batch, v_heads, num_chunks, chunk_size, -1) @ torch.stack(updates, 2)
     out = out.permute(0, 2, 3, 1, 4).reshape(batch, -1, v_heads, v_dim).masked_fill(is_padding[..., None, None], 0.0)
     result = out[:, :num_tokens].to(v.dtype), state.to(initial_state.dtype)
-    if boundary_first is None:
+    if boundary_offset is None:
         return result
-    ends = boundary_chunks(boundary_first, boundary_every, chunk_size, num_chunks)  # [N, S]
+    ends = boundary_chunks(boundary_offset, boundary_interval, chunk_size, num_chunks)  # [N, S]
     rows = ends + torch.arange(batch, dtype=torch.int32, device=q.device)[:, None] * num_chunks
     kept = torch.stack(states, 1).flatten(0, 1).index_select(0, rows.flatten())
     return (*result, kept.unflatten(0, ends.shape).to(initial_state.dtype))

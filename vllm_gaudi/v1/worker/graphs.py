@@ -41,8 +41,8 @@ def shape_of(inputs: ModelInputs) -> Shape:
     """What a compiled graph would be keyed by: phase, token rows, sequences, block list or table, boundaries kept."""
     attn = inputs.attn
     if attn.prefill is not None:
-        num_kept = attn.kept.state_indices_out.shape[0] if attn.kept is not None else 0
-        return ("prefill", inputs.input_ids.shape[0], attn.batch, attn.prefill.block_table.shape[1], num_kept)
+        num_intermediate = attn.intermediate.state_indices_out.shape[0] if attn.intermediate is not None else 0
+        return ("prefill", inputs.input_ids.shape[0], attn.batch, attn.prefill.block_table.shape[1], num_intermediate)
     assert attn.decode is not None
     return ("decode", inputs.input_ids.shape[0], attn.batch, attn.decode.block_list.shape[0], 0)
 

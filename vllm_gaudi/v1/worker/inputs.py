@@ -22,7 +22,7 @@ from vllm_gaudi.attention.metadata import (
     DecodeAttention,
     HostHints,
     HPUAttentionMetadata,
-    KeptBoundaries,
+    IntermediateStates,
     PrefillAttention,
 )
 from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket, RowTiles
@@ -168,12 +168,15 @@ class InputBuilder:
     # What a forward is given
 
     def _prefill_inputs(self, step: StepRequests, members: list[int], crossed: Mapping[int, Crossed]) -> ModelInputs:
-        kept = {n: crossed[i] for n, i in enumerate(members) if i in crossed}
+        intermediate = {n: crossed[i] for n, i in enumerate(members) if i in crossed}
         bucket = self._grid.prefill(
-            len(members), int(step.num_scheduled_tokens[members].max()), int(step.end[members].max()), bool(kept)
+            len(members),
+            int(step.num_scheduled_tokens[members].max()),
+            int(step.end[members].max()),
+            bool(intermediate),
         )
         sequences = [self._sequence(step, i) for i in members]
-        return self._prefill_tensors(bucket, tuple(members), sequences, kept)
+        return self._prefill_tensors(bucket, tuple(members), sequences, intermediate)
 
     def _prefill_tensors(
         self,
@@ -202,7 +205,7 @@ class InputBuilder:
             query_lens[n] = length
         read, write = self._state_indices(sequences, batch)
         last_row = np.arange(batch) * query + np.maximum(query_lens, 1) - 1
-        kept, staged = self._kept_boundaries(bucket, num_computed_tokens, crossed)
+        intermediate, staged = self._intermediate_states(bucket, num_computed_tokens, crossed)
         attn = HPUAttentionMetadata(
             batch=batch,
             query=query,
@@ -217,7 +220,7 @@ class InputBuilder:
                 num_computed_tokens=self._upload(num_computed_tokens, np.int32),
                 query_lens=self._upload(query_lens, np.int32),
             ),
-            kept=kept,
+            intermediate=intermediate,
             hints=self._hints(num_computed_tokens, sequences),
         )
         return ModelInputs(
@@ -255,9 +258,9 @@ class InputBuilder:
         )
         return HostHints((least, most), tuple(sequence.state_slot for sequence in sequences))
 
-    def _kept_boundaries(
+    def _intermediate_states(
         self, bucket: PrefillBucket, num_computed_tokens: np.ndarray, crossed: Mapping[int, Crossed]
-    ) -> tuple[KeptBoundaries | None, RowCopies | None]:
+    ) -> tuple[IntermediateStates | None, RowCopies | None]:
         """Staging rows of the boundaries ``crossed`` (by sequence), and what is saved from them afterwards."""
         if not bucket.boundaries:
             return None, None
@@ -271,14 +274,14 @@ class InputBuilder:
             write[n, which] = row
             rows.append(row)
             blocks.append(boundaries.blocks)
-        kept = KeptBoundaries(
-            first=self._upload(first, np.int32),
-            every=every,
+        intermediate = IntermediateStates(
+            offset=self._upload(first, np.int32),
+            interval=every,
             state_indices_out=self._upload(write.reshape(-1), np.int64),
         )
         if not rows:
-            return kept, None
-        return kept, RowCopies(np.concatenate(rows).astype(np.int32), np.concatenate(blocks, axis=1))
+            return intermediate, None
+        return intermediate, RowCopies(np.concatenate(rows).astype(np.int32), np.concatenate(blocks, axis=1))
 
     def _decode_inputs(self, step: StepRequests, members: list[int]) -> ModelInputs:
         sequences = [self._sequence(step, i) for i in members]

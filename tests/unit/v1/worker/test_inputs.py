@@ -440,12 +440,12 @@ class TestKeptBoundaries:
         builder = make(caches=True)
         step = step_of(Row(2, 4, 8, (1, 2)), Row(1, 0, 8, (3,)), Row(0, 4, 4, (4,)))
         (plain,) = builder.build(step, {})
-        assert plain.attn.kept is None and plain.staged is None and plain.bucket.boundaries == 0
+        assert plain.attn.intermediate is None and plain.staged is None and plain.bucket.boundaries == 0
         (one,) = builder.build(step, {0: self.crossed(4, first_block=7)})
-        kept = one.attn.kept
-        assert one.bucket.boundaries == 1 and kept.every == self.B
-        assert kept.first.tolist()[:3] == [4, 8, 4] and kept.first.dtype == torch.int32
-        assert kept.state_indices_out.tolist() == [STAGING] + [TRASH] * (one.bucket.batch - 1)
+        intermediate = one.attn.intermediate
+        assert one.bucket.boundaries == 1 and intermediate.interval == self.B
+        assert intermediate.offset.tolist()[:3] == [4, 8, 4] and intermediate.offset.dtype == torch.int32
+        assert intermediate.state_indices_out.tolist() == [STAGING] + [TRASH] * (one.bucket.batch - 1)
         assert one.staged.rows.tolist() == [STAGING] and one.staged.blocks.tolist() == [[7], [107]]
 
     @pytest.mark.parametrize(("distances", "rows"), [((12,), [1]), ((4, 12), [0, 1]), ((4, 20), [0, 2])])
@@ -453,8 +453,10 @@ class TestKeptBoundaries:
         builder = make(caches=True)
         step = step_of(Row(1, 4, 24, (1, 2, 3, 4)))
         (forward,) = builder.build(step, {0: self.crossed(*distances, first_block=9)})
-        assert forward.bucket.boundaries == 4 and forward.attn.kept.first.tolist() == [4]
-        assert forward.attn.kept.state_indices_out.tolist() == [STAGING + i if i in rows else TRASH for i in range(4)]
+        assert forward.bucket.boundaries == 4 and forward.attn.intermediate.offset.tolist() == [4]
+        assert forward.attn.intermediate.state_indices_out.tolist() == [
+            STAGING + i if i in rows else TRASH for i in range(4)
+        ]
         assert forward.staged.rows.tolist() == [STAGING + i for i in rows]
         assert forward.staged.blocks[0].tolist() == list(range(9, 9 + len(rows)))
 
@@ -465,5 +467,5 @@ class TestKeptBoundaries:
 
     def test_pads_of_a_warm_up_write_to_trash_alone(self):
         dummy = make(caches=True).dummy_inputs(PrefillBucket(2, 16, 4, 2))
-        assert dummy.attn.kept.state_indices_out.tolist() == [TRASH] * 4 and dummy.staged is None
-        assert dummy.attn.kept.first.tolist() == [self.B, self.B]
+        assert dummy.attn.intermediate.state_indices_out.tolist() == [TRASH] * 4 and dummy.staged is None
+        assert dummy.attn.intermediate.offset.tolist() == [self.B, self.B]
