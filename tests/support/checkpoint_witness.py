@@ -107,21 +107,21 @@ class CheckpointWitness:
                 self._reached.clear()
             return done
 
-        def taken(crossings: Any) -> Any:
-            crossings = list(crossings)
+        def taken(ranges: Any) -> Any:
+            ranges = list(ranges)
             free, cached = pool.get_num_free_blocks(), set(self._cached())
-            entries = take(crossings)
-            self._account(crossings, entries, free, cached)
+            entries = take(ranges)
+            self._account(ranges, entries, free, cached)
             return entries
 
         pool.get_new_blocks, pool._maybe_evict_cached_block = handed_out, evicted
         pool.reset_prefix_cache, ledger.take = was_reset, taken
 
-    def _account(self, crossings: list[Any], entries: dict[str, Any], free: int, cached: set[Any]) -> None:
+    def _account(self, ranges: list[Any], entries: dict[str, Any], free: int, cached: set[Any]) -> None:
         count = len(self._groups)
         num_taken = sum(any(blocks) for boundaries in entries.values() for blocks in boundaries)
         now = self._cached()
-        for crossing in crossings:
+        for crossing in ranges:
             request = crossing.request
             first, last = crossing.start // self._block_size + 1, crossing.end // self._block_size
             given = entries.get(request.request_id, [])

@@ -97,8 +97,8 @@ def _leave_siblings(scheduler: Any) -> None:
 def _take_half(scheduler: Any) -> None:
     """The last GDN group gets no block for a checkpoint."""
     take = scheduler._ledger.take
-    scheduler._ledger.take = lambda crossings: {
-        name: [(*blocks[:-1], 0) for blocks in boundaries] for name, boundaries in take(crossings).items()
+    scheduler._ledger.take = lambda ranges: {
+        name: [(*blocks[:-1], 0) for blocks in boundaries] for name, boundaries in take(ranges).items()
     }
 
 

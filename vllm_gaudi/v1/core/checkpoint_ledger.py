@@ -65,7 +65,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class ScheduledRange:
     """A scheduled request goes from ``start`` to ``end`` tokens in this step."""
 
     request: Request
@@ -123,7 +123,7 @@ class CheckpointLedger:
         reachable = (request.num_tokens - 1) // self._block_size
         return not self._promised.isdisjoint(request.block_hashes[hit // self._block_size : reachable])
 
-    def take(self, crossings: Iterable[Crossing]) -> dict[str, list[tuple[int, ...]]]:
+    def take(self, ranges: Iterable[ScheduledRange]) -> dict[str, list[tuple[int, ...]]]:
         """Blocks for the boundaries that the step crosses, what must be kept first.
 
         Returns, per request that crosses any, one tuple of G block ids per boundary in ascending order; all 0 where no
@@ -131,9 +131,9 @@ class CheckpointLedger:
         """
         entries: dict[str, list[tuple[int, ...]]] = {}
         wanted: list[tuple[bool, Request, int, int]] = []
-        for crossing in crossings:
-            request, first = crossing.request, crossing.start // self._block_size + 1
-            last = crossing.end // self._block_size
+        for scheduled in ranges:
+            request, first = scheduled.request, scheduled.start // self._block_size + 1
+            last = scheduled.end // self._block_size
             if last < first:
                 continue
             entries[request.request_id] = [self.no_blocks] * (last - first + 1)

@@ -27,7 +27,7 @@ from vllm_gaudi.attention.metadata import (
 )
 from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, PrefillBucket, RowTiles
 from vllm_gaudi.ops.linear import GemmRows
-from vllm_gaudi.v1.worker.gdn_checkpoint.plan import Crossed, RowCopies
+from vllm_gaudi.v1.worker.gdn_checkpoint.plan import IntermediateSaves, RowCopies
 from vllm_gaudi.v1.worker.requests import StepRequests
 
 
@@ -101,17 +101,17 @@ class InputBuilder:
         self._last_tokens = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
         self._padding_row = num_slots
 
-    def build(self, step: StepRequests, crossed: Mapping[int, Crossed]) -> Iterator[ModelInputs]:
+    def build(self, step: StepRequests, intermediate_saves: Mapping[int, IntermediateSaves]) -> Iterator[ModelInputs]:
         """The forwards of ``step``, in the order in which they must run.
 
-        ``crossed``: by index into ``step``, the boundaries whose states are kept on the way. All forwards use the same
-        staging rows, so what one has staged is saved before the next one runs.
+        ``intermediate_saves``: by index into ``step``, the boundaries whose states are kept on the way. All forwards
+        use the same staging rows, so what one has staged is saved before the next one runs.
         """
         decodes = np.flatnonzero(~step.is_prefill)
         for members in self._decode_batches(step, decodes):
             yield self._decode_inputs(step, members)
         for members in self._prefill_batches(step, np.flatnonzero(step.is_prefill)):
-            yield self._prefill_inputs(step, members, crossed)
+            yield self._prefill_inputs(step, members, intermediate_saves)
 
     def remember(self, slots: np.ndarray, token_ids: torch.Tensor) -> None:
         """Keep sampled ``token_ids`` [rows] (device) as the next input of ``slots`` [n] int32, the first n of them."""
@@ -167,8 +167,10 @@ class InputBuilder:
 
     # What a forward is given
 
-    def _prefill_inputs(self, step: StepRequests, members: list[int], crossed: Mapping[int, Crossed]) -> ModelInputs:
-        intermediate = {n: crossed[i] for n, i in enumerate(members) if i in crossed}
+    def _prefill_inputs(
+        self, step: StepRequests, members: list[int], intermediate_saves: Mapping[int, IntermediateSaves]
+    ) -> ModelInputs:
+        intermediate = {n: intermediate_saves[i] for n, i in enumerate(members) if i in intermediate_saves}
         bucket = self._grid.prefill(
             len(members),
             int(step.num_scheduled_tokens[members].max()),
@@ -183,7 +185,7 @@ class InputBuilder:
         bucket: PrefillBucket,
         members: tuple[int, ...],
         sequences: Sequence[ScheduledSequence],
-        crossed: Mapping[int, Crossed],
+        intermediate_saves: Mapping[int, IntermediateSaves],
     ) -> ModelInputs:
         batch, query = bucket.batch, bucket.query
         spare = self._padding.spare_block
@@ -205,7 +207,7 @@ class InputBuilder:
             query_lens[n] = length
         read, write = self._state_indices(sequences, batch)
         last_row = np.arange(batch) * query + np.maximum(query_lens, 1) - 1
-        intermediate, staged = self._intermediate_states(bucket, num_computed_tokens, crossed)
+        intermediate, staged = self._intermediate_states(bucket, num_computed_tokens, intermediate_saves)
         attn = HPUAttentionMetadata(
             batch=batch,
             query=query,
@@ -259,16 +261,19 @@ class InputBuilder:
         return HostHints((least, most), tuple(sequence.state_slot for sequence in sequences))
 
     def _intermediate_states(
-        self, bucket: PrefillBucket, num_computed_tokens: np.ndarray, crossed: Mapping[int, Crossed]
+        self,
+        bucket: PrefillBucket,
+        num_computed_tokens: np.ndarray,
+        intermediate_saves: Mapping[int, IntermediateSaves],
     ) -> tuple[IntermediateStates | None, RowCopies | None]:
-        """Staging rows of the boundaries ``crossed`` (by sequence), and what is saved from them afterwards."""
+        """Staging rows of ``intermediate_saves`` (by sequence), and what is saved from them afterwards."""
         if not bucket.boundaries:
             return None, None
         every = self._grid.block_size
         first = every - num_computed_tokens % every
         write = np.full((bucket.batch, bucket.boundaries), self._padding.trash_row, np.int64)
         rows, blocks = [], []
-        for n, boundaries in crossed.items():
+        for n, boundaries in intermediate_saves.items():
             which = (boundaries.tokens - first[n]) // every
             row = self._padding.staging_row + n * bucket.boundaries + which
             write[n, which] = row

@@ -95,7 +95,7 @@ class StepRunner:
             return EMPTY_MODEL_RUNNER_OUTPUT
         place_of: dict[str, int] = {}
         prompt_logprobs: dict[str, PromptLogprobsInFlight] = {}
-        for inputs in self.inputs.build(step, plan.crossed):
+        for inputs in self.inputs.build(step, plan.intermediate_saves):
             hidden = self.graphs.run(inputs)
             if inputs.staged is not None:
                 self.store.save(inputs.staged)

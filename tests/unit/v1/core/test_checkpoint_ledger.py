@@ -38,11 +38,11 @@ class Bench:
             block_hashes=[known[: k * B].encode() for k in range(1, len(known) // B + 1)],
         )
 
-    def take(self, *crossings) -> dict:
-        from vllm_gaudi.v1.core.checkpoint_ledger import Crossing
+    def take(self, *ranges) -> dict:
+        from vllm_gaudi.v1.core.checkpoint_ledger import ScheduledRange
 
         self.ledger.start_pass()
-        return self.ledger.take([Crossing(*crossing) for crossing in crossings])
+        return self.ledger.take([ScheduledRange(*crossing) for crossing in ranges])
 
     def is_cached(self, text: str) -> bool:
         found = [self.pool.get_cached_block(text.encode(), [group]) for group in GROUPS]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from vllm_gaudi.bucketing.grid import BucketGrid, DecodeBucket, ExactGrid, PrefillBucket, RowTiles
 from vllm_gaudi.ops.linear import GemmRows
-from vllm_gaudi.v1.worker.gdn_checkpoint.plan import Crossed
+from vllm_gaudi.v1.worker.gdn_checkpoint.plan import IntermediateSaves
 from vllm_gaudi.v1.worker.inputs import InputBuilder, ModelInputs, PaddingRows
 from vllm_gaudi.v1.worker.requests import StepRequests
 
@@ -432,16 +432,16 @@ class TestKeptBoundaries:
     B = KERNEL * PER_BLOCK  # 8 tokens
 
     @staticmethod
-    def crossed(*tokens: int, first_block: int) -> Crossed:
+    def intermediate_saves(*tokens: int, first_block: int) -> IntermediateSaves:
         blocks = np.arange(first_block, first_block + len(tokens), dtype=np.int32)
-        return Crossed(np.array(tokens, np.int32), np.stack([blocks, blocks + 100]))
+        return IntermediateSaves(np.array(tokens, np.int32), np.stack([blocks, blocks + 100]))
 
     def test_one_of_three_sequences_keeps_one(self):
         builder = make(caches=True)
         step = step_of(Row(2, 4, 8, (1, 2)), Row(1, 0, 8, (3,)), Row(0, 4, 4, (4,)))
         (plain,) = builder.build(step, {})
         assert plain.attn.intermediate is None and plain.staged is None and plain.bucket.boundaries == 0
-        (one,) = builder.build(step, {0: self.crossed(4, first_block=7)})
+        (one,) = builder.build(step, {0: self.intermediate_saves(4, first_block=7)})
         intermediate = one.attn.intermediate
         assert one.bucket.boundaries == 1 and intermediate.interval == self.B
         assert intermediate.offset.tolist()[:3] == [4, 8, 4] and intermediate.offset.dtype == torch.int32
@@ -452,7 +452,7 @@ class TestKeptBoundaries:
     def test_each_boundary_has_a_row_of_its_own_and_the_others_go_to_trash(self, distances, rows):
         builder = make(caches=True)
         step = step_of(Row(1, 4, 24, (1, 2, 3, 4)))
-        (forward,) = builder.build(step, {0: self.crossed(*distances, first_block=9)})
+        (forward,) = builder.build(step, {0: self.intermediate_saves(*distances, first_block=9)})
         assert forward.bucket.boundaries == 4 and forward.attn.intermediate.offset.tolist() == [4]
         assert forward.attn.intermediate.state_indices_out.tolist() == [
             STAGING + i if i in rows else TRASH for i in range(4)

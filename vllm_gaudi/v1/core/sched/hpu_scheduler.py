@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from vllm_gaudi.v1.core.checkpoint_ledger import CheckpointLedger, Crossing, GDNCheckpointManager
+from vllm_gaudi.v1.core.checkpoint_ledger import CheckpointLedger, GDNCheckpointManager, ScheduledRange
 from vllm_gaudi.v1.core.sched.block_size import (
     attention_block_size,
     check_groups,
@@ -106,11 +106,13 @@ class GDNGridMixin(SchedulerBase):
 
     def _place_checkpoints(self, ledger: CheckpointLedger, output: SchedulerOutput) -> None:
         """Take blocks for the boundaries that the step crosses and put them into the block tables of ``output``."""
-        crossings = []
+        ranges = []
         for req_id, num_tokens in output.num_scheduled_tokens.items():
             request = self.requests[req_id]
-            crossings.append(Crossing(request, request.num_computed_tokens - num_tokens, request.num_computed_tokens))
-        entries = ledger.take(crossings)
+            ranges.append(
+                ScheduledRange(request, request.num_computed_tokens - num_tokens, request.num_computed_tokens)
+            )
+        entries = ledger.take(ranges)
         if not entries:
             return
         groups = [manager.kv_cache_group_id for manager in self._gdn_managers]

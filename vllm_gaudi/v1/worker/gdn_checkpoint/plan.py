@@ -35,7 +35,7 @@ class RowCopies:
 
 
 @dataclass(frozen=True)
-class Crossed:
+class IntermediateSaves:
     """The boundaries to be kept that one request's chunk runs over, S of them."""
 
     tokens: np.ndarray  # [S] int32: from the chunk's first token, ascending
@@ -47,7 +47,7 @@ class CheckpointPlan:
     zero_blocks: np.ndarray  # [Z] int32: attention blocks
     zero_slots: np.ndarray  # [n] int32
     restore: RowCopies
-    crossed: dict[int, Crossed]  # by index into the step's requests
+    intermediate_saves: dict[int, IntermediateSaves]  # by index into the step's requests
     save: RowCopies
 
 
@@ -62,12 +62,12 @@ def plan_checkpoints(step: StepRequests, block_size: int, gdn_groups: Sequence[i
     resumed: list[int] = []
     for i in np.flatnonzero(step.admitted).tolist():
         (resumed if len(gdn_groups) and step.num_computed_tokens[i] > 0 else fresh).append(i)
-    crossed, save = _saves(step, block_size, gdn_groups)
+    intermediate_saves, save = _saves(step, block_size, gdn_groups)
     return CheckpointPlan(
         zero_blocks=step.fresh_blocks,
         zero_slots=step.slots[fresh],
         restore=_restores(step, resumed, block_size, gdn_groups),
-        crossed=crossed,
+        intermediate_saves=intermediate_saves,
         save=save,
     )
 
@@ -97,9 +97,11 @@ def _copies(rows: list[int], blocks: list[list[int]], num_groups: int) -> RowCop
     return RowCopies(np.array(rows, np.int32), np.array(blocks, np.int32).reshape(len(rows), num_groups).T)
 
 
-def _saves(step: StepRequests, block_size: int, gdn_groups: Sequence[int]) -> tuple[dict[int, Crossed], RowCopies]:
+def _saves(
+    step: StepRequests, block_size: int, gdn_groups: Sequence[int]
+) -> tuple[dict[int, IntermediateSaves], RowCopies]:
     """What is saved on the way, by request, and from the slots at the end. Plain integers: a step crosses few."""
-    crossed: dict[int, Crossed] = {}
+    intermediate_saves: dict[int, IntermediateSaves] = {}
     slots: list[int] = []
     at_end: list[list[int]] = []
     tables = [step.block_ids[g] for g in gdn_groups]
@@ -125,5 +127,5 @@ def _saves(step: StepRequests, block_size: int, gdn_groups: Sequence[int]) -> tu
                 tokens.append(boundary - start)
                 on_the_way.append(blocks)
         if tokens:
-            crossed[i] = Crossed(np.array(tokens, np.int32), np.array(on_the_way, np.int32).T)
-    return crossed, _copies(slots, at_end, len(tables))
+            intermediate_saves[i] = IntermediateSaves(np.array(tokens, np.int32), np.array(on_the_way, np.int32).T)
+    return intermediate_saves, _copies(slots, at_end, len(tables))

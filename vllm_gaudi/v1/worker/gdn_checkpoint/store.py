@@ -62,7 +62,7 @@ class StateZeroer:
             rows = np.full(size, trash_row, np.int32)
             nothing = RowCopies(rows[:0], np.empty((0, 0), np.int32))
             self.before_forward(
-                CheckpointPlan(np.zeros(size, np.int32), rows, restore=nothing, crossed={}, save=nothing)
+                CheckpointPlan(np.zeros(size, np.int32), rows, restore=nothing, intermediate_saves={}, save=nothing)
             )
 
     def describe(self) -> str:

@@ -127,10 +127,13 @@ def test_boundaries_on_the_way(case: str) -> None:
     plan = plan_checkpoints(step_of((computed, scheduled, RUNNING), tables=tables), B, GDN_GROUPS)
     assert plan.save.rows.tolist() == ([] if at_end is None else [10])
     assert plan.save.blocks.tolist() == ([[], []] if at_end is None else [[100 + at_end], [200 + at_end]])
-    assert list(plan.crossed) == ([0] if on_the_way else [])
-    for crossed in plan.crossed.values():
-        assert crossed.tokens.tolist() == [tokens for _, tokens in on_the_way]
-        assert crossed.blocks.tolist() == [[100 + e for e, _ in on_the_way], [200 + e for e, _ in on_the_way]]
+    assert list(plan.intermediate_saves) == ([0] if on_the_way else [])
+    for intermediate_saves in plan.intermediate_saves.values():
+        assert intermediate_saves.tokens.tolist() == [tokens for _, tokens in on_the_way]
+        assert intermediate_saves.blocks.tolist() == [
+            [100 + e for e, _ in on_the_way],
+            [200 + e for e, _ in on_the_way],
+        ]
 
 
 def test_a_checkpoint_in_some_groups_only_is_refused() -> None:

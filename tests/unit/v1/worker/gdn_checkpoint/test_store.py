@@ -24,7 +24,13 @@ def copies(rows: list[int], blocks: list[list[int]]) -> RowCopies:
 
 
 def plan(**changes) -> CheckpointPlan:
-    empty = {"zero_blocks": NOTHING, "zero_slots": NOTHING, "restore": NO_COPIES, "crossed": {}, "save": NO_COPIES}
+    empty = {
+        "zero_blocks": NOTHING,
+        "zero_slots": NOTHING,
+        "restore": NO_COPIES,
+        "intermediate_saves": {},
+        "save": NO_COPIES,
+    }
     return CheckpointPlan(**{**empty, **changes})
 
 
