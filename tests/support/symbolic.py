@@ -148,9 +148,9 @@ class SymbolicGraphs(GraphRunner):
             return
         blocks = np.fromiter(claims, np.int64, len(claims))
         states = np.fromiter(claims.values(), np.uint64, len(claims))
-        first = sum(len(p) for p in store.layout.positions[:group])
+        first = sum(len(p) for p in store.layout.layer_indices[:group])
         sides = iter(store._page_side[group])
-        for layer in range(first, first + len(store.layout.positions[group])):
+        for layer in range(first, first + len(store.layout.layer_indices[group])):
             for part in store.layout.segments:
                 kind = 0 if part.state == "conv" else 1
                 found = next(sides).numpy()[blocks]

@@ -67,7 +67,7 @@ def build(geometry: Geometry, layers: int, slots: int, pool_blocks: int) -> GDNC
         page_bytes=geometry.page_bytes,
         group_ids=range(GROUPS),
         group_sizes=[per_group] * GROUPS,
-        num_positions=per_group,
+        num_attention_layers=per_group,
     )
     return GDNCheckpointStore(layout, k, v, conv, ssm)
 

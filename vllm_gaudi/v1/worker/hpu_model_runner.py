@@ -292,6 +292,6 @@ def _build_store(caches: KVCaches, kv_cache_config: KVCacheConfig, cached_groups
         page_bytes=geometry.page_bytes,
         group_ids=geometry.gdn_groups,
         group_sizes=[len(names) for names in geometry.gdn_layers],
-        num_positions=len(geometry.attention_layers),
+        num_attention_layers=len(geometry.attention_layers),
     )
     return GDNCheckpointStore(layout, *tensors)

@@ -69,7 +69,7 @@ class CheckpointLayout:
     block_size: int  # B, tokens
     num_blocks: int
     group_ids: tuple[int, ...]
-    positions: tuple[tuple[int, ...], ...]
+    layer_indices: tuple[tuple[int, ...], ...]
     segments: tuple[Segment, ...]
     page_words: int
     whole_heads: bool
@@ -77,7 +77,7 @@ class CheckpointLayout:
 
     @property
     def num_layers(self) -> int:
-        return sum(len(positions) for positions in self.positions)
+        return sum(len(indices) for indices in self.layer_indices)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -126,18 +126,18 @@ def make_layout(
     page_bytes: int,
     group_ids: Sequence[int],
     group_sizes: Sequence[int],
-    num_positions: int,
+    num_attention_layers: int,
 ) -> CheckpointLayout:
     """The engine's layout.
 
     ``block_size`` tokens; ``page_bytes``: K and V of a block at one position; ``group_sizes``: GDN layers per group;
-    ``num_positions``: attention layers. Raises RuntimeError when state, page or positions do not fit together.
+    ``num_attention_layers``: attention layers. Raises RuntimeError when state, page or positions do not fit together.
     """
     for group, size in zip(group_ids, group_sizes, strict=True):
-        if size > num_positions:
+        if size > num_attention_layers:
             raise RuntimeError(
-                f"KV cache group {group} has {size} GDN layers for {num_positions} attention layers: a layer would "
-                "have no page; pass --no-enable-prefix-caching"
+                f"KV cache group {group} has {size} GDN layers for {num_attention_layers} attention layers: a layer "
+                "would have no page; pass --no-enable-prefix-caching"
             )
     page_words = _words("page half", page_bytes // 2)
     segments, whole = pack(state, page_words)
@@ -145,7 +145,7 @@ def make_layout(
         block_size=block_size,
         num_blocks=num_blocks,
         group_ids=tuple(group_ids),
-        positions=tuple(tuple(range(size)) for size in group_sizes),
+        layer_indices=tuple(tuple(range(size)) for size in group_sizes),
         segments=segments,
         page_words=page_words,
         whole_heads=whole,

@@ -90,7 +90,7 @@ class GDNCheckpointStore(StateZeroer):
         self._page_side: list[list[torch.Tensor]] = []
         self._state_side: list[list[torch.Tensor]] = []
         layer = 0
-        for positions in layout.positions:
+        for positions in layout.layer_indices:
             page_side, state_side = [], []
             for position in positions:
                 for part in layout.segments:
@@ -141,7 +141,7 @@ class GDNCheckpointStore(StateZeroer):
         fill = {half: 100 * words / layout.page_words for half, words in sizes.items()}
         return (
             f"GDN checkpoint store is active: {len(layout.group_ids)} GDN groups of "
-            f"{'/'.join(str(len(p)) for p in layout.positions)} layers, B = {layout.block_size} tokens, "
+            f"{'/'.join(str(len(p)) for p in layout.layer_indices)} layers, B = {layout.block_size} tokens, "
             f"{'whole heads' if layout.whole_heads else 'SSM cut at the end of K'} "
             f"(K half {fill['k']:.0f} % full, V half {fill['v']:.0f} %), "
             f"{layout.checkpoint_bytes} bytes per checkpoint, {layout.blocks_per_boundary} blocks per cached boundary, "

@@ -72,7 +72,7 @@ def test_bytes_that_are_no_words_are_refused(state: StateShape, complaint: str) 
         pack(state, 1000)
 
 
-def layout_with(group_sizes: list[int], num_positions: int):
+def layout_with(group_sizes: list[int], num_attention_layers: int):
     return make_layout(
         state=StateShape((3, 64), 4, (2, 16, 16), 4),
         block_size=16,
@@ -80,13 +80,13 @@ def layout_with(group_sizes: list[int], num_positions: int):
         page_bytes=8192,
         group_ids=range(len(group_sizes)),
         group_sizes=group_sizes,
-        num_positions=num_positions,
+        num_attention_layers=num_attention_layers,
     )
 
 
 def test_layers_share_pages_by_position_and_costs_add_up() -> None:
     layout = layout_with([2, 2, 1], 2)
-    assert layout.positions == ((0, 1), (0, 1), (0,))
+    assert layout.layer_indices == ((0, 1), (0, 1), (0,))
     assert layout.blocks_per_boundary == 4
     assert layout.checkpoint_bytes == 5 * (3 * 64 + 2 * 256) * 4
 

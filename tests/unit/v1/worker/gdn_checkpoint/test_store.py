@@ -59,7 +59,7 @@ def parts(request) -> dict:
         page_bytes=2 * BLOCK * KV_HEADS * HEAD * page_dtype.itemsize,
         group_ids=(0, 1),
         group_sizes=SIZES,
-        num_positions=2,
+        num_attention_layers=2,
     )
     return {**tensors, "store": GDNCheckpointStore(layout, **tensors)}
 
