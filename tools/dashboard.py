@@ -110,7 +110,7 @@ PANELS = (
         "short",
         (
             Curve("running", "vllm:num_requests_running"),
-            Curve("slots", "vllm_gaudi:slots"),
+            Curve("slots", "vllm_gaudi:state_slots"),
             Curve("waiting", "vllm:num_requests_waiting"),
         ),
     ),

@@ -15,7 +15,7 @@ from vllm_gaudi.bucketing.grid import PREFILL_ROW_TILE, BucketGrid
 from vllm_gaudi.v1.core.sched.block_size import MAX_KERNEL_BLOCK
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import WORD_BYTES, StateShape, pack
 from vllm_gaudi.v1.worker.memory import per_block_layout_factor
-from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
+from vllm_gaudi.v1.worker.state_slots import NUM_RESERVED_ROWS
 
 GB = 10**9
 

@@ -146,4 +146,4 @@ def test_every_metric_of_the_dashboard_is_served(served: Served) -> None:
     assert dashboard.metrics() - exposed == set()
     labels = {curve.by for panel in dashboard.PANELS for curve in panel.curves if curve.by}
     assert labels == {"reason"} and served.counter(dashboard.MISSES, reason="no_checkpoint") is not None
-    assert served.counter("vllm_gaudi:slots") == 4
+    assert served.counter("vllm_gaudi:state_slots") == 4

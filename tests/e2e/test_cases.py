@@ -49,7 +49,7 @@ class Moves:
     def watch(self, runner: Any) -> None:
         before = runner.step.store.before_forward
         usable = range(1, runner.step.caches.geometry.num_blocks)
-        slots = range(runner.step.slots.num_slots)
+        slots = range(runner.step.state_slots.num_slots)
 
         def watched(plan: Any) -> None:
             for copies in (plan.restore, plan.save):
@@ -107,7 +107,7 @@ class Bench:
         self.run([11, 12, 13], greedy(1))
         pool = self.engine.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
-        assert self.engine.runner.step.slots.num_taken <= 1
+        assert self.engine.runner.step.state_slots.num_taken <= 1
         assert self.engine.vllm_engine.reset_prefix_cache()
         self.moves.plans.clear()
 
@@ -397,7 +397,7 @@ def test_one_step_restores_one_saves_another_does_both_for_a_third_and_neither_f
     for result, reference in zip(results, references, strict=True):
         check_same(result, reference)
     restored, saved, zeroed = next(
-        (set(plan.restore.rows.tolist()), set(plan.save.rows.tolist()), set(plan.zero_slots.tolist()))
+        (set(plan.restore.rows.tolist()), set(plan.save.rows.tolist()), set(plan.zero_state_slots.tolist()))
         for plan in bench.moves.plans
         if plan.restore.num_copies == 2
     )
@@ -456,7 +456,7 @@ def test_requests_that_idle_for_want_of_budget_keep_their_slots(
     def applied(output: Any) -> Any:
         nonlocal idled
         step = apply(output)
-        slots = {name: state.slot for name, state in table._requests.items() if state.slot is not None}
+        slots = {name: state.state_slot for name, state in table._requests.items() if state.state_slot is not None}
         idled += len(set(slots) - set(step.req_ids))
         for name, slot in slots.items():
             seen.setdefault(name, set()).add(slot)

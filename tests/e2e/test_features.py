@@ -66,7 +66,7 @@ def assert_all_returned(it: Engine) -> None:
         it.step()
     pool = it.scheduler.kv_cache_manager.block_pool
     assert it.scheduler.requests == {}
-    assert (it.runner.step.slots.num_taken, len(it.runner.step.requests)) == (0, 0)
+    assert (it.runner.step.state_slots.num_taken, len(it.runner.step.requests)) == (0, 0)
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 

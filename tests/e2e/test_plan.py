@@ -110,7 +110,7 @@ def told_and_held(numbers: dict[str, Any], opened: Engine) -> dict[str, tuple[An
         "parameters": (memory["parameters"], sum(p.numel() for p in runner.model.parameters())),
         "states": (memory["states"], size((*caches.conv_states, *caches.ssm_states))),
         "staging": (memory["staging_rows"], runner.step.grid.num_staging),
-        "slots": (memory["slots"], runner.step.slots.num_slots),
+        "slots": (memory["slots"], runner.step.state_slots.num_slots),
         "available": (memory["available"], opened.core.model_executor.driver_worker.worker.memory.available),
         "fits": (fit["blocks"], geometry.num_blocks),
         "boundary": (numbers["boundary"] is None, layout is None),

@@ -125,7 +125,7 @@ class World:
         not_yet_told = scheduler.finished_req_ids | scheduler.reset_preempted_req_ids
         assert running <= set(held), f"running without a slot: {running - set(held)}"
         assert set(held) <= running | not_yet_told, f"a slot without running: {set(held) - running - not_yet_told}"
-        assert len(set(held.values())) == len(held) == runner.step.slots.num_taken <= MAX_SEQS, f"slots {held}"
+        assert len(set(held.values())) == len(held) == runner.step.state_slots.num_taken <= MAX_SEQS, f"slots {held}"
 
     def poison_what_is_free(self) -> None:
         caches, runner = self.engine.runner.step.caches, self.engine.runner
@@ -143,7 +143,7 @@ class World:
     def check_rest(self) -> None:
         """At rest all slots and blocks are back, nothing is remembered, and nobody wrote into ZERO."""
         scheduler, runner = self.engine.scheduler, self.engine.runner
-        assert runner.step.slots.num_taken == 0
+        assert runner.step.state_slots.num_taken == 0
         assert len(runner.step.requests) == 0
         assert not runner.sampling._states
         assert not runner.step.prompt_logprobs._partial

@@ -262,7 +262,7 @@ def test_warm_up_writes_to_no_block_and_no_slot(name, block, checkpoint):
             assert state.shape[0] == SMALL["max_num_seqs"] + 2 + opened.runner.step.grid.num_staging
             assert torch.isnan(state[: SMALL["max_num_seqs"]]).all()
             assert not state[caches.zero_row].any() and not state[caches.trash_row].any()
-        assert opened.runner.step.slots.num_taken == 0 and len(opened.runner.step.requests) == 0
+        assert opened.runner.step.state_slots.num_taken == 0 and len(opened.runner.step.requests) == 0
         random_load(opened, num_requests=20)
         for state in (*caches.conv_states, *caches.ssm_states):
             assert not state[caches.zero_row].any(), "ZERO was written"

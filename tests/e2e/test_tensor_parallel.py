@@ -174,7 +174,7 @@ def test_two_ranks_shut_down_where_no_worker_ever_ran_in_the_engines_process(che
 
 def slots_and_hash(worker: Any) -> tuple[dict[str, int | None], int]:
     table = worker.model_runner.step.requests
-    return {req_id: state.slot for req_id, state in table._requests.items()}, hash("a request id")
+    return {req_id: state.state_slot for req_id, state in table._requests.items()}, hash("a request id")
 
 
 def test_ranks_that_hash_differently_hand_out_the_same_slots_through_preemptions(checkpoint, monkeypatch):

@@ -30,7 +30,7 @@ def _skip_zero(runner: Any) -> None:
     before = runner.step.store.before_forward
     nothing = np.zeros(0, np.int32)
     runner.step.store.before_forward = lambda plan: before(
-        dataclasses.replace(plan, zero_blocks=nothing, zero_slots=nothing)
+        dataclasses.replace(plan, zero_blocks=nothing, zero_state_slots=nothing)
     )
 
 

@@ -83,11 +83,11 @@ class SymbolicEngine:
         runner = self.engine.runner
         taken = 0
         for internal, state in runner.step.requests._requests.items():
-            if state.slot is not None:
+            if state.state_slot is not None:
                 taken += 1
                 live = self.live[self._name(internal)]
-                self.graphs.check_slot(state.slot, live.tokens(live.end))
-        assert runner.step.slots.num_taken == taken <= runner.step.slots.num_slots
+                self.graphs.check_slot(state.state_slot, live.tokens(live.end))
+        assert runner.step.state_slots.num_taken == taken <= runner.step.state_slots.num_slots
         block_size = self.engine.block_size
         for live in self.live.values():
             for i, block_hash in enumerate(live.request.block_hashes):
@@ -108,7 +108,7 @@ class SymbolicEngine:
         while self.engine._results[name].finish_reason is None:
             self.step()
         self.engine.take(name)
-        assert self.engine.runner.step.slots.num_taken <= 1
+        assert self.engine.runner.step.state_slots.num_taken <= 1
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1  # all but the null block
         self.live = {name: self.live[name]}
         self.claims = {

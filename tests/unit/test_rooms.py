@@ -81,8 +81,8 @@ ROOMS = (
     Room("vllm_gaudi/cli/why.py", never=("torch", "vllm"), at_once=("vllm_gaudi",)),
     Room("vllm_gaudi/v1/worker/", never=("vllm_gaudi.platform",)),
     Room("vllm_gaudi/v1/worker/memory.py", only=()),
-    Room("vllm_gaudi/v1/worker/slots.py", only=()),
-    Room("vllm_gaudi/v1/worker/requests.py", only=("numpy", "vllm_gaudi.v1.worker.slots"), types_too=False),
+    Room("vllm_gaudi/v1/worker/state_slots.py", only=()),
+    Room("vllm_gaudi/v1/worker/requests.py", only=("numpy", "vllm_gaudi.v1.worker.state_slots"), types_too=False),
     Room(
         "vllm_gaudi/v1/worker/gdn_checkpoint/layout.py",
         only=("numpy", "vllm_gaudi.v1.worker.gdn_checkpoint"),
@@ -308,7 +308,7 @@ PLANTED = (
     ("vllm_gaudi/bucketing/x.py", "from ..ops.registry import load_ops", "imports vllm_gaudi.ops.registry.load_ops"),
     ("vllm_gaudi/ops/x.py", "def f():\n    from vllm.config import VllmConfig", "imports vllm.config.VllmConfig"),
     ("vllm_gaudi/ops/moe/x.py", "import numpy as np", "imports numpy"),
-    ("vllm_gaudi/ops/x.py", "from vllm_gaudi.v1.worker import slots", "imports vllm_gaudi.v1.worker.slots"),
+    ("vllm_gaudi/ops/x.py", "from vllm_gaudi.v1.worker import slots", "imports vllm_gaudi.v1.worker.state_slots"),
     (
         "vllm_gaudi/ops/x.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from vllm.config import VllmConfig",
@@ -321,7 +321,11 @@ PLANTED = (
     ("vllm_gaudi/__init__.py", "from vllm_gaudi import layers", "outside a function"),
     ("vllm_gaudi/compat.py", "import torch", "outside a function"),
     ("vllm_gaudi/v1/core/sched/x.py", "import torch.nn.functional", "never does"),
-    ("vllm_gaudi/v1/core/sched/x.py", "def f():\n    from vllm_gaudi.v1.worker.slots import SlotPool", "never does"),
+    (
+        "vllm_gaudi/v1/core/sched/x.py",
+        "def f():\n    from vllm_gaudi.v1.worker.state_slots import StateSlotPool",
+        "never does",
+    ),
     ("vllm_gaudi/v1/core/sched/x.py", "from vllm_gaudi.ops import registry", "never does"),
     ("vllm_gaudi/platform.py", "from vllm.config import VllmConfig", "outside a function"),
     ("vllm_gaudi/platform.py", "def f():\n    from vllm_gaudi.v1.worker.hpu_worker import HPUWorker", "never does"),

@@ -93,13 +93,13 @@ class Ranks:
 def slots_of(worker: Any) -> tuple[int, int, dict[str, int | None]]:
     """Of one rank: process, the hash of a name, and the slot of every request that it knows."""
     table = worker.model_runner.step.requests
-    return os.getpid(), hash("a request id"), {name: state.slot for name, state in table._requests.items()}
+    return os.getpid(), hash("a request id"), {name: state.state_slot for name, state in table._requests.items()}
 
 
 def disturb(worker: Any) -> None:
     """The fault switch: this rank, if it is not the first, hands out its highest slot first."""
     if worker.rank:
-        pool = worker.model_runner.step.slots
+        pool = worker.model_runner.step.state_slots
 
         def highest() -> int:
             slot = max(pool._free)

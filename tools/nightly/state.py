@@ -83,7 +83,7 @@ def _run(serving: Any, texts: list[list[int]], num_tokens: int, **extra: Any) ->
 def _rows(runner: Any, text: list[int]) -> list[Any]:
     import torch
 
-    (slot,) = [state.slot for state in runner.step.requests._requests.values() if state.prompt == text]
+    (slot,) = [state.state_slot for state in runner.step.requests._requests.values() if state.prompt == text]
     rows = [tensor[slot].clone().cpu() for tensor in (*runner.step.caches.conv_states, *runner.step.caches.ssm_states)]
     return [(row.view(torch.uint8), row.float()) for row in rows]
 

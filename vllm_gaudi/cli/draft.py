@@ -36,7 +36,7 @@ from vllm_gaudi.units import GIB, format_bytes
 from vllm_gaudi.v1.core.sched.block_size import MAX_KERNEL_BLOCK
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import WORD_BYTES
 from vllm_gaudi.v1.worker.memory import CARD_BYTES, conversations, per_block_layout_factor
-from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
+from vllm_gaudi.v1.worker.state_slots import NUM_RESERVED_ROWS
 
 MORE_RANKS = (2, 4, 8, 16)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
-SLOTS = PREFIX + "slots"
+SLOTS = PREFIX + "state_slots"
 
 _LABELS = ("model_name", "engine")
 _COUNTERS = {

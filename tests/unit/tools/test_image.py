@@ -146,7 +146,7 @@ def test_a_planted_fault_is_found(old, new, said):
 
 
 def test_everything_that_the_wheel_is_built_from_reaches_the_build_and_no_more():
-    for path in ("setup.py", "pyproject.toml", "README.md", "LICENSE", ".git", "vllm_gaudi/v1/worker/slots.py"):
+    for path in ("setup.py", "pyproject.toml", "README.md", "LICENSE", ".git", "vllm_gaudi/v1/worker/state_slots.py"):
         assert (ROOT / path).exists() or path == ".git"
         assert reaches_the_build(path), path
     for path in (".venv", ".cache/checkpoints", "tests/unit", "docs/index.md", "dist", "vllm_gaudi/__pycache__"):

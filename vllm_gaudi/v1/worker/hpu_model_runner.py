@@ -45,7 +45,7 @@ from vllm_gaudi.v1.worker.kv_cache import CacheGeometry, KVCaches
 from vllm_gaudi.v1.worker.prompt_logprobs import PromptLogprobsWorker
 from vllm_gaudi.v1.worker.requests import RequestTable
 from vllm_gaudi.v1.worker.sampling import SamplingState
-from vllm_gaudi.v1.worker.slots import SlotPool
+from vllm_gaudi.v1.worker.state_slots import StateSlotPool
 from vllm_gaudi.v1.worker.step import StepRunner
 from vllm_gaudi.v1.worker.warmup import validate, warm_up
 
@@ -158,13 +158,13 @@ class HPUModelRunner:
             self.device,
             poison=mode.poison,
         )
-        slots = SlotPool(self.max_num_seqs)
+        slots = StateSlotPool(self.max_num_seqs)
         return StepRunner(
             graphs=self.graphs,
             grid=grid,
             caches=caches,
             store=_build_store(caches, kv_cache_config, cached_groups),
-            slots=slots,
+            state_slots=slots,
             requests=RequestTable(slots, geometry.num_groups, self.max_model_len, cached_groups, geometry.block_size),
             inputs=InputBuilder(
                 grid,

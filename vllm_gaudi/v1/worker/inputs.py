@@ -162,7 +162,7 @@ class InputBuilder:
         blocks = step.block_ids[self._attention_group][i, : -(-num_kernel // self._per_block)]
         kernel_blocks = (blocks[:, None] * self._per_block + np.arange(self._per_block, dtype=np.int32)).reshape(-1)
         return ScheduledSequence(
-            step.tokens[i], int(step.num_computed_tokens[i]), kernel_blocks[:num_kernel], int(step.slots[i])
+            step.tokens[i], int(step.num_computed_tokens[i]), kernel_blocks[:num_kernel], int(step.state_slots[i])
         )
 
     # What a forward is given

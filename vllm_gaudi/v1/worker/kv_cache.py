@@ -22,7 +22,7 @@ from vllm_gaudi.v1.core.sched.block_size import (
     kernel_block_size,
 )
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import StateShape
-from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
+from vllm_gaudi.v1.worker.state_slots import NUM_RESERVED_ROWS
 
 
 @dataclass(frozen=True)

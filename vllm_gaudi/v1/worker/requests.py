@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_gaudi.v1.worker.slots import SlotPool
+from vllm_gaudi.v1.worker.state_slots import StateSlotPool
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -34,7 +34,7 @@ class RequestState:
     admission: int = 0  # number of this admission, never used twice; a sample of an earlier one is stale
     has_sampled: bool = False  # in this admission, so that its last token stands on the device under its slot
     num_computed_tokens: int = 0
-    slot: int | None = None
+    state_slot: int | None = None
     blocks: list[list[int]] = field(default_factory=list)  # per group, position-indexed
     output: list[int] = field(default_factory=list)  # output token ids that have reached the host
 
@@ -48,7 +48,7 @@ class StepRequests:
     """One step, in scheduler order. R requests, G groups, M = blocks of the longest table."""
 
     req_ids: tuple[str, ...]
-    slots: np.ndarray  # [R] int32
+    state_slots: np.ndarray  # [R] int32
     num_computed_tokens: np.ndarray  # [R] int32: tokens computed before this step
     num_scheduled_tokens: np.ndarray  # [R] int32
     is_prefill: np.ndarray  # [R] bool: runs in the chunk form
@@ -82,7 +82,7 @@ class RequestTable:
 
     def __init__(
         self,
-        slots: SlotPool,
+        slots: StateSlotPool,
         num_groups: int,
         max_model_len: int,
         cached_groups: Sequence[int] = (),
@@ -139,9 +139,9 @@ class RequestTable:
     def _release(self, finished: set[str], idle: set[str]) -> None:
         for req_id in sorted(finished | idle):
             state = self._requests.get(req_id)
-            if state is not None and state.slot is not None:
-                self._slots.free(state.slot)
-                state.slot = None
+            if state is not None and state.state_slot is not None:
+                self._slots.free(state.state_slot)
+                state.state_slot = None
         for req_id in finished:
             self._requests.pop(req_id, None)
 
@@ -173,7 +173,7 @@ class RequestTable:
         for req_id in output.num_scheduled_tokens:
             if req_id in admitted:
                 state = self._requests[req_id]
-                state.slot = self._slots.take()
+                state.state_slot = self._slots.take()
                 self._num_admissions += 1
                 state.admission = self._num_admissions
                 state.has_sampled = False
@@ -217,7 +217,7 @@ class RequestTable:
         is_decode = (num_scheduled_tokens == 1) & (num_computed_tokens + 1 == num_tokens) & has_sampled
         return StepRequests(
             req_ids=req_ids,
-            slots=np.fromiter((s.slot for s in states), np.int32, len(states)),
+            state_slots=np.fromiter((s.state_slot for s in states), np.int32, len(states)),
             num_computed_tokens=num_computed_tokens,
             num_scheduled_tokens=num_scheduled_tokens,
             is_prefill=~is_decode,

@@ -33,7 +33,7 @@ from vllm_gaudi.v1.worker.output import StepOutput
 from vllm_gaudi.v1.worker.prompt_logprobs import PromptLogprobsInFlight, PromptLogprobsWorker
 from vllm_gaudi.v1.worker.requests import RequestTable, StepRequests
 from vllm_gaudi.v1.worker.sampling import SamplingState
-from vllm_gaudi.v1.worker.slots import SlotPool
+from vllm_gaudi.v1.worker.state_slots import StateSlotPool
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -62,7 +62,7 @@ class StepRunner:
         grid: BucketGrid,
         caches: KVCaches,
         store: StateZeroer,
-        slots: SlotPool,
+        state_slots: StateSlotPool,
         requests: RequestTable,
         inputs: InputBuilder,
         sampling: SamplingState,
@@ -74,7 +74,7 @@ class StepRunner:
         self.grid = grid
         self.caches = caches
         self.store = store
-        self.slots = slots
+        self.state_slots = state_slots
         self.requests = requests
         self.inputs = inputs
         self.sampling = sampling
@@ -115,7 +115,7 @@ class StepRunner:
         sampled = None
         if pending.place_of:
             sampled, token_ids = self.sampling.sample(step, self.requests, pending.place_of, grammar_output)
-            slot_of = dict(zip(step.req_ids, step.slots.tolist(), strict=True))
+            slot_of = dict(zip(step.req_ids, step.state_slots.tolist(), strict=True))
             self.inputs.remember(np.array([slot_of[req_id] for req_id in sampled.req_ids], np.int32), token_ids)
         self.requests.count_sampled(step)
         output = StepOutput(step, sampled, pending.prompt_logprobs)

@@ -67,7 +67,7 @@ def step_of(*rows: Row) -> StepRequests:
         table[i, : len(row.blocks)] = row.blocks
     return StepRequests(
         req_ids=tuple(f"r{i}" for i in range(len(rows))),
-        slots=array([row.slot for row in rows]),
+        state_slots=array([row.slot for row in rows]),
         num_computed_tokens=array([row.computed for row in rows]),
         num_scheduled_tokens=array([row.scheduled for row in rows]),
         is_prefill=array([row.is_prefill for row in rows], bool),

@@ -10,7 +10,7 @@ import torch
 
 from vllm_gaudi.v1.core.sched.block_size import MAX_KERNEL_BLOCK, kernel_block_size
 from vllm_gaudi.v1.worker.kv_cache import CacheGeometry, KVCaches
-from vllm_gaudi.v1.worker.slots import NUM_RESERVED_ROWS
+from vllm_gaudi.v1.worker.state_slots import NUM_RESERVED_ROWS
 
 NUM_SLOTS = 3
 NUM_STAGING = 2

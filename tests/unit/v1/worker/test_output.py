@@ -33,7 +33,7 @@ def step_of(*req_ids: str) -> StepRequests:
     zeros = np.zeros(len(req_ids), np.int32)
     return StepRequests(
         req_ids=req_ids,
-        slots=zeros,
+        state_slots=zeros,
         num_computed_tokens=zeros,
         num_scheduled_tokens=zeros,
         is_prefill=zeros > 0,

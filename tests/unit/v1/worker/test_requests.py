@@ -20,7 +20,7 @@ import torch
 from vllm_gaudi.bucketing.grid import BucketGrid
 from vllm_gaudi.v1.worker.inputs import InputBuilder, PaddingRows
 from vllm_gaudi.v1.worker.requests import RequestTable, StepRequests
-from vllm_gaudi.v1.worker.slots import SlotPool
+from vllm_gaudi.v1.worker.state_slots import StateSlotPool
 
 pytestmark = pytest.mark.xdist_group("vllm")  # with --dist loadgroup only one process imports it
 ROOT = Path(__file__).resolve().parents[4]
@@ -101,7 +101,7 @@ class World:
     """A table over ``num_slots`` slots. ``step`` applies an output and samples; ``sampled`` says which tokens came."""
 
     def __init__(self, num_slots: int = 2):
-        self.slots = SlotPool(num_slots)
+        self.slots = StateSlotPool(num_slots)
         self.table = RequestTable(self.slots, num_groups=2, max_model_len=MAX_MODEL_LEN)
 
     def step(self, output: Any, sampled: dict[str, int] | None = None) -> StepRequests:
@@ -129,7 +129,7 @@ class TestNew:
     def test_a_prompt_that_fits_the_step(self, world, records):
         step = world.step(records.output({"a": 3}, new=(records.new("a", [7, 8, 9], ([4], [5, 6])),), zero=[5, 6]))
         assert (step.req_ids, step.num_reqs, step.is_empty) == (("a",), 1, False)
-        assert step.slots.tolist() == [0]
+        assert step.state_slots.tolist() == [0]
         assert (step.num_computed_tokens.tolist(), step.num_scheduled_tokens.tolist(), step.end.tolist()) == (
             [0],
             [3],
@@ -164,7 +164,7 @@ class TestNew:
     def test_several_get_slots_in_scheduler_order_and_tables_are_padded_with_the_null_block(self, world, records):
         new = (records.new("b", [1], ([3], [4])), records.new("a", [2, 3], ([5], [6, 7])))
         step = world.step(records.output({"a": 2, "b": 1}, new=new))
-        assert (step.req_ids, step.slots.tolist()) == (("a", "b"), [0, 1])
+        assert (step.req_ids, step.state_slots.tolist()) == (("a", "b"), [0, 1])
         assert step.block_ids[1].tolist() == [[6, 7], [4, 0]]
 
     def test_a_step_without_anything_is_empty(self, world, records):
@@ -185,7 +185,7 @@ class TestRunning:
 
     def test_the_next_chunk(self, world, records):
         step = world.step(records.output({"a": 2}, running={"a": (3, ([], [3]), 0)}))
-        assert (step.slots.tolist(), step.admitted.tolist()) == ([0], [False])
+        assert (step.state_slots.tolist(), step.admitted.tolist()) == ([0], [False])
         assert (tokens_of(step), step.is_prefill.tolist(), step.samples.tolist()) == ([[8, 9]], [True], [True])
         assert [table.tolist() for table in step.block_ids] == [[[1]], [[2, 3]]]
 
@@ -212,10 +212,10 @@ class TestRunning:
     def test_a_request_that_is_not_scheduled_keeps_slot_and_tokens(self, world, records):
         world.step(records.output({"a": 2}, running={"a": (3, None, 0)}), {"a": 11})
         step = world.step(records.output({"b": 1}, new=(records.new("b", [1]),)), {"b": 2})
-        assert (step.req_ids, step.slots.tolist()) == (("b",), [1])
+        assert (step.req_ids, step.state_slots.tolist()) == (("b",), [1])
         assert (world.slot_of("a"), world.slots.num_taken) == (0, 2)
         step = world.step(records.output({"b": 1, "a": 1}, running={"a": (5, None, 1), "b": (1, None, 1)}))
-        assert (step.req_ids, step.slots.tolist()) == (("b", "a"), [1, 0])
+        assert (step.req_ids, step.state_slots.tolist()) == (("b", "a"), [1, 0])
         assert tokens_of(step) == [[2], [11]]
         assert step.is_prefill.tolist() == [False, False]
 
@@ -229,7 +229,7 @@ class TestRunning:
 
 def test_a_table_of_boundaries_is_extended_where_it_ends(records):
     """An entry means its boundary by its place alone: group 1 has one per 4 tokens."""
-    table = RequestTable(SlotPool(1), num_groups=2, max_model_len=MAX_MODEL_LEN, cached_groups=(1,), block_size=4)
+    table = RequestTable(StateSlotPool(1), num_groups=2, max_model_len=MAX_MODEL_LEN, cached_groups=(1,), block_size=4)
     table.apply(records.output({"a": 9}, new=(records.new("a", list(range(30)), blocks=([1, 2, 3], [0, 7])),)))
     step = table.apply(records.output({"a": 9}, running={"a": (9, ([4, 5], [8, 9]), 0)}))
     assert step.block_ids[1].tolist() == [[0, 7, 8, 9]]
@@ -250,13 +250,13 @@ class TestReleased:
                 {"b": 1, "c": 2}, new=(records.new("c", [7, 8]),), running={"b": (3, None, 1)}, finished={"a"}
             )
         )
-        assert (step.req_ids, step.slots.tolist()) == (("b", "c"), [1, 0])
+        assert (step.req_ids, step.state_slots.tolist()) == (("b", "c"), [1, 0])
         assert "a" not in world.table and len(world.table) == 2
 
     def test_two_finished_ones_make_room_for_two(self, world, records):
         new = (records.new("d", [7]), records.new("c", [8]))
         step = world.step(records.output({"d": 1, "c": 1}, new=new, finished={"b", "a"}))
-        assert step.slots.tolist() == [0, 1]
+        assert step.state_slots.tolist() == [0, 1]
 
     def test_without_room_a_new_one_is_an_error(self, world, records):
         with pytest.raises(RuntimeError, match="all 2 slots are taken"):
@@ -269,7 +269,7 @@ class TestReleased:
     def test_an_id_may_finish_and_come_again_in_one_step(self, world, records):
         before = world.table["a"]
         step = world.step(records.output({"a": 2}, new=(records.new("a", [7, 8], ([5], [6])),), finished={"a"}))
-        assert (step.slots.tolist(), step.admitted.tolist(), tokens_of(step)) == ([0], [True], [[7, 8]])
+        assert (step.state_slots.tolist(), step.admitted.tolist(), tokens_of(step)) == ([0], [True], [[7, 8]])
         assert world.table["a"] is not before
         assert world.table["a"].output == []
         assert step.block_ids[1].tolist() == [[6]]
@@ -282,7 +282,7 @@ class TestReleased:
 
     def test_the_slot_of_a_preempted_one_goes_to_a_new_one_of_the_same_step(self, world, records):
         step = world.step(records.output({"c": 1}, new=(records.new("c", [8]),), preempted={"a"}))
-        assert step.slots.tolist() == [0]
+        assert step.state_slots.tolist() == [0]
 
     def test_a_preempted_one_that_is_aborted_gives_its_slot_back_once(self, world, records):
         world.step(records.output({}, preempted={"a"}, finished={"a"}))
@@ -302,7 +302,7 @@ class TestReleased:
                 {"a": 3}, resumed={"a": (0, ([6], [7, 8]), 1, [1, 2, 3, 10])}, preempted=set(), finished={"b"}
             )
         )
-        assert (step.slots.tolist(), step.admitted.tolist()) == ([1], [True])
+        assert (step.state_slots.tolist(), step.admitted.tolist()) == ([1], [True])
         assert [table.tolist() for table in step.block_ids] == [[[6]], [[7, 8]]]
         assert (tokens_of(step), step.samples.tolist(), step.is_prefill.tolist()) == ([[1, 2, 3]], [False], [True])
         step = world.step(records.output({"a": 1}, running={"a": (3, None, 1)}), {"a": 11})
@@ -319,14 +319,14 @@ class TestReleased:
         """``reset_prefix_cache`` of running requests does that: slots are given back before they are taken again."""
         resumed = {"b": (0, ([5], [6]), 1, [4, 5, 6, 20]), "a": (0, ([7], [8]), 1, [1, 2, 3, 10])}
         step = world.step(records.output({"b": 4, "a": 4}, resumed=resumed, preempted={"a", "b"}), {"a": 11, "b": 21})
-        assert (step.slots.tolist(), step.admitted.tolist()) == ([0, 1], [True, True])
+        assert (step.state_slots.tolist(), step.admitted.tolist()) == ([0, 1], [True, True])
         assert tokens_of(step) == [[4, 5, 6, 20], [1, 2, 3, 10]]
         assert world.slots.num_taken == 2
         assert step.block_ids[1].tolist() == [[6], [8]]
 
     def test_resumed_without_having_been_announced_as_preempted(self, world, records):
         step = world.step(records.output({"a": 4}, resumed={"a": (0, ([7], [8]), 1, [1, 2, 3, 10])}))
-        assert (step.slots.tolist(), world.slots.num_taken) == ([0], 2)
+        assert (step.state_slots.tolist(), world.slots.num_taken) == ([0], 2)
 
     def test_a_resumed_one_whose_replay_stops_one_token_short_runs_its_own_last_token(self, world, records):
         """The budget cuts its replay (4 tokens) after 3. The 4th is known to the host and was never sampled in the slot
@@ -337,7 +337,7 @@ class TestReleased:
         world.step(records.output({"b": 1}, running={"b": (3, None, 1)}, preempted={"a"}), {"b": 21})
         remember(inputs, world, "b", 21)
         step = world.step(records.output({"a": 3}, resumed={"a": (0, ([6], [7]), 1, [1, 2, 3, 10])}, finished={"b"}))
-        assert (step.slots.tolist(), step.samples.tolist()) == ([0], [False])
+        assert (step.state_slots.tolist(), step.samples.tolist()) == ([0], [False])
         remember(inputs, world, "a", 99)  # what any earlier holder of the slot has left there
         step = world.step(records.output({"a": 1}, running={"a": (3, None, 1)}))
         assert step.samples.tolist() == [True]
@@ -480,7 +480,7 @@ class TestRefused:
 RANKS = """
 from types import SimpleNamespace as N
 from vllm_gaudi.v1.worker.requests import RequestTable
-from vllm_gaudi.v1.worker.slots import SlotPool
+from vllm_gaudi.v1.worker.state_slots import StateSlotPool
 
 def output(scheduled, new=(), finished=(), preempted=(), resumed=()):
     cached = N(req_ids=list(resumed), resumed_req_ids=set(resumed), all_token_ids={r: [1, 2] for r in resumed},
@@ -493,7 +493,7 @@ def output(scheduled, new=(), finished=(), preempted=(), resumed=()):
              block_table_updates=None, scheduled_spec_decode_tokens={}, new_block_ids_to_zero=None)
 
 names = [f"request-{i}" for i in range(8)]
-table = RequestTable(SlotPool(8), 1, 64)
+table = RequestTable(StateSlotPool(8), 1, 64)
 found = [table.apply(output(names, new=names)).slots.tolist()]
 found.append(table.apply(output([], finished=names[2:5], preempted=names[5:])).slots.tolist())
 found.append(table.apply(output(["x", *names[5:]], new=["x"], resumed=names[5:])).slots.tolist())

@@ -45,7 +45,7 @@ class IntermediateSaves:
 @dataclass(frozen=True)
 class CheckpointPlan:
     zero_blocks: np.ndarray  # [Z] int32: attention blocks
-    zero_slots: np.ndarray  # [n] int32
+    zero_state_slots: np.ndarray  # [n] int32
     restore: RowCopies
     intermediate_saves: dict[int, IntermediateSaves]  # by index into the step's requests
     save: RowCopies
@@ -65,7 +65,7 @@ def plan_checkpoints(step: StepRequests, block_size: int, gdn_groups: Sequence[i
     intermediate_saves, save = _saves(step, block_size, gdn_groups)
     return CheckpointPlan(
         zero_blocks=step.fresh_blocks,
-        zero_slots=step.slots[fresh],
+        zero_state_slots=step.state_slots[fresh],
         restore=_restores(step, resumed, block_size, gdn_groups),
         intermediate_saves=intermediate_saves,
         save=save,
@@ -89,7 +89,7 @@ def _restores(step: StepRequests, rows: Sequence[int], block_size: int, gdn_grou
                 f"request {step.req_ids[i]} has the null block at entry {entry} of KV cache group "
                 f"{gdn_groups[sources[-1].index(0)]}, where the checkpoint of {computed} tokens must stand"
             )
-    return _copies([int(step.slots[i]) for i in rows], sources, len(gdn_groups))
+    return _copies([int(step.state_slots[i]) for i in rows], sources, len(gdn_groups))
 
 
 def _copies(rows: list[int], blocks: list[list[int]], num_groups: int) -> RowCopies:
@@ -121,7 +121,7 @@ def _saves(
                     f"cache groups {tuple(gdn_groups)} and the null block in others"
                 )
             if boundary == end:
-                slots.append(int(step.slots[i]))
+                slots.append(int(step.state_slots[i]))
                 at_end.append(blocks)
             else:
                 tokens.append(boundary - start)

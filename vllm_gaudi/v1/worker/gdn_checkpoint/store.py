@@ -47,8 +47,8 @@ class StateZeroer:
         self._states = {"conv": [_rows(t) for t in conv], "ssm": [_rows(t) for t in ssm]}
 
     def before_forward(self, plan: CheckpointPlan) -> None:
-        """Write zeros over the K and V pages of ``zero_blocks`` and the state rows of ``zero_slots``."""
-        for tensors, rows in ((self._pages, plan.zero_blocks), (self._states, plan.zero_slots)):
+        """Write zeros over the K and V pages of ``zero_blocks`` and the state rows of ``zero_state_slots``."""
+        for tensors, rows in ((self._pages, plan.zero_blocks), (self._states, plan.zero_state_slots)):
             flat = [tensor for part in tensors.values() for tensor in part]
             if len(rows) and flat:
                 zero_rows_(flat, self._upload(padded(rows)))

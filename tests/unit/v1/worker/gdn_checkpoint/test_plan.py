@@ -25,7 +25,7 @@ def step_of(*rows: tuple[int, int, bool], tables: list[list[list[int]]] | None =
     made = [[[100 * (g + 1) + 10 * r + e for e in range(entries)] for r in range(count)] for g in range(3)]
     return StepRequests(
         req_ids=tuple(f"r{i}" for i in range(count)),
-        slots=np.arange(10, 10 + count, dtype=np.int32),
+        state_slots=np.arange(10, 10 + count, dtype=np.int32),
         num_computed_tokens=computed,
         num_scheduled_tokens=scheduled,
         is_prefill=np.ones(count, bool),
@@ -62,7 +62,7 @@ def test_one_row(case: str) -> None:
     row, (zeroed, restored, saved) = CASES[case]
     plan = plan_checkpoints(step_of(row), B, GDN_GROUPS)
     assert plan.zero_blocks.tolist() == [7, 8]
-    assert plan.zero_slots.tolist() == ([10] if zeroed else [])
+    assert plan.zero_state_slots.tolist() == ([10] if zeroed else [])
     for copies, entry in ((plan.restore, restored), (plan.save, saved)):
         assert copies.rows.tolist() == ([] if entry is None else [10])
         assert copies.blocks.tolist() == ([[], []] if entry is None else [[100 + entry], [200 + entry]])
@@ -71,7 +71,7 @@ def test_one_row(case: str) -> None:
 def test_a_step_that_restores_one_saves_another_does_both_for_a_third_and_neither_for_a_fourth() -> None:
     step = step_of((4, 2, NEW), (6, 2, RUNNING), (8, 4, NEW), (9, 1, RUNNING))
     plan = plan_checkpoints(step, B, GDN_GROUPS)
-    assert plan.zero_slots.tolist() == []
+    assert plan.zero_state_slots.tolist() == []
     assert plan.restore.rows.tolist() == [10, 12]
     assert plan.restore.blocks.tolist() == [[100, 121], [200, 221]]
     assert plan.save.rows.tolist() == [11, 12]
@@ -86,7 +86,7 @@ def test_groups_have_blocks_of_their_own_and_attention_is_left_alone() -> None:
 
 def test_where_nothing_is_cached_every_admitted_slot_is_zeroed() -> None:
     plan = plan_checkpoints(step_of((0, 4, NEW), (8, 4, RUNNING), (4, 4, NEW)), B, ())
-    assert plan.zero_slots.tolist() == [10, 12]
+    assert plan.zero_state_slots.tolist() == [10, 12]
     assert plan.restore.num_copies == plan.save.num_copies == 0
 
 

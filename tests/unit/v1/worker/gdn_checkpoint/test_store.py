@@ -26,7 +26,7 @@ def copies(rows: list[int], blocks: list[list[int]]) -> RowCopies:
 def plan(**changes) -> CheckpointPlan:
     empty = {
         "zero_blocks": NOTHING,
-        "zero_slots": NOTHING,
+        "zero_state_slots": NOTHING,
         "restore": NO_COPIES,
         "intermediate_saves": {},
         "save": NO_COPIES,
@@ -117,7 +117,7 @@ def test_zeroing_comes_before_restoring_and_touches_nothing_else(parts: dict) ->
     store.before_forward(
         plan(
             zero_blocks=np.array([5], np.int32),
-            zero_slots=np.array([0], np.int32),
+            zero_state_slots=np.array([0], np.int32),
             restore=copies([4], [[2], [3]]),
         )
     )
@@ -144,7 +144,7 @@ def test_a_block_that_became_a_checkpoint_in_the_pass_that_zeroes_it_keeps_its_c
 def test_without_a_cache_slots_and_pages_are_zeroed_and_nothing_is_kept(parts: dict) -> None:
     plain = StateZeroer(NUM_BLOCKS, BLOCK, parts["k"], parts["v"], parts["conv"], parts["ssm"])
     before = snapshot(parts)
-    step = plan(zero_slots=np.array([3], np.int32), save=copies([1], [[2], [3]]))
+    step = plan(zero_state_slots=np.array([3], np.int32), save=copies([1], [[2], [3]]))
     plain.before_forward(step)
     plain.save(step.save)
     after = snapshot(parts)

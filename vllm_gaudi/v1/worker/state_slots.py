@@ -15,7 +15,7 @@ NUM_RESERVED_ROWS = 2
 """State rows after the slots: ZERO (never written, read by padding) and TRASH (never read, written by padding)."""
 
 
-class SlotPool:
+class StateSlotPool:
     """``num_slots`` slots, 0 .. num_slots - 1."""
 
     def __init__(self, num_slots: int):

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi.v1.worker.slots import SlotPool
+from vllm_gaudi.v1.worker.state_slots import StateSlotPool
 
 
 def test_slots_are_handed_out_lowest_first():
-    pool = SlotPool(4)
+    pool = StateSlotPool(4)
     assert [pool.take() for _ in range(4)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("order", [(0, 2), (2, 0)])
 def test_the_order_of_giving_back_does_not_matter(order):
-    pool = SlotPool(3)
+    pool = StateSlotPool(3)
     for _ in range(3):
         pool.take()
     for slot in order:
@@ -26,7 +26,7 @@ def test_the_order_of_giving_back_does_not_matter(order):
 
 
 def test_more_requests_than_slots_are_an_error_that_says_why():
-    pool = SlotPool(2)
+    pool = StateSlotPool(2)
     pool.take(), pool.take()
     with pytest.raises(RuntimeError, match="all 2 slots are taken.*max_num_seqs.*not given back"):
         pool.take()
@@ -37,7 +37,7 @@ def test_more_requests_than_slots_are_an_error_that_says_why():
 
 @pytest.mark.parametrize("slot", [-1, 1, 2, 7])
 def test_a_slot_that_was_not_taken_cannot_be_given_back(slot):
-    pool = SlotPool(2)
+    pool = StateSlotPool(2)
     pool.take()
     with pytest.raises(RuntimeError, match=f"slot {slot} is given back but was not taken"):
         pool.free(slot)
@@ -46,7 +46,7 @@ def test_a_slot_that_was_not_taken_cannot_be_given_back(slot):
 
 def test_a_slot_given_back_twice_is_found_at_once():
     """Otherwise two requests would later share one state."""
-    pool = SlotPool(2)
+    pool = StateSlotPool(2)
     slot = pool.take()
     pool.free(slot)
     with pytest.raises(RuntimeError, match="slot 0 is given back"):
@@ -57,7 +57,7 @@ def test_a_slot_given_back_twice_is_found_at_once():
 @given(st.integers(1, 6), st.lists(st.integers(0, 9), max_size=60))
 def test_the_pool_follows_a_set_of_free_slots(num_slots, choices):
     """Even choices take, odd ones give back one of those taken."""
-    pool, free, taken = SlotPool(num_slots), set(range(num_slots)), []
+    pool, free, taken = StateSlotPool(num_slots), set(range(num_slots)), []
     for choice in choices:
         if choice % 2 == 0 and free:
             slot = pool.take()
