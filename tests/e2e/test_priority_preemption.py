@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Priority scheduling: a victim preempted in the pass that had scheduled it leaves no hash of a block it never filled.
+"""Priority scheduling: a victim preempted in the step that had scheduled it leaves no hash of a block it never filled.
 
 Stock vLLM 0.30 publishes a block's hash when it schedules the step that fills it and keeps the hash when that row is
 dropped again. ``SymbolicEngine.check`` compares every published block with the prefix that its hash claims, so a stale
@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.support import symbolic
 from tests.support.symbolic_engine import SymbolicEngine
-from vllm_gaudi.v1.core.sched.hpu_scheduler import GDNGridMixin
+from vllm_gaudi.v1.core.sched.hpu_scheduler import GDNSchedulerMixin
 
 B = 16
 ROUNDS = 50
@@ -44,7 +44,7 @@ def drive(bench: SymbolicEngine) -> dict[str, int]:
     In each pass the patient one is scheduled first and publishes two blocks; then an urgent one needs a block, none is
     free, and the patient one is dropped from the pass. One of its two blocks is given on at once, the other is not.
     """
-    counts = {"preempted": 0, "in the pass that scheduled it": 0, "reused tokens": 0, "answers": 0}
+    counts = {"preempted": 0, "in the step that scheduled it": 0, "reused tokens": 0, "answers": 0}
     scheduler = bench.engine.scheduler
     preempt = scheduler._preempt_request
 
@@ -56,7 +56,7 @@ def drive(bench: SymbolicEngine) -> dict[str, int]:
             for i, block in enumerate(manager.req_to_blocks.get(request.request_id, ()))
             if block.block_hash is not None
         ]
-        counts["in the pass that scheduled it"] += max(ends, default=0) > request.num_computed_tokens
+        counts["in the step that scheduled it"] += max(ends, default=0) > request.num_computed_tokens
         preempt(request, *args, **kwargs)
 
     scheduler._preempt_request = counted
@@ -100,14 +100,14 @@ def test_no_hash_outlives_a_row_that_was_dropped(is_async: bool, checkpoint: Cal
     for num_blocks in POOLS:
         for name, count in driven(checkpoint, "priority", is_async, num_blocks).items():
             totals[name] = totals.get(name, 0) + count
-    assert totals["preempted"] >= 80 and totals["in the pass that scheduled it"] >= 3, totals
+    assert totals["preempted"] >= 80 and totals["in the step that scheduled it"] >= 3, totals
     assert totals["reused tokens"] > 0 and totals["answers"] == len(POOLS) * 7 * ROUNDS
     first_come = driven(checkpoint, "fcfs", is_async, POOLS[0])
-    assert first_come["answers"] == 7 * ROUNDS and first_come["in the pass that scheduled it"] == 0
+    assert first_come["answers"] == 7 * ROUNDS and first_come["in the step that scheduled it"] == 0
 
 
 def test_without_the_guard_the_gate_turns_red(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GDNGridMixin, "_preempt_request", Scheduler._preempt_request)
+    monkeypatch.setattr(GDNSchedulerMixin, "_preempt_request", Scheduler._preempt_request)
     with pytest.raises(AssertionError, match="hash claims|K/V"):
         for num_blocks in POOLS:
             driven(checkpoint, "priority", False, num_blocks)

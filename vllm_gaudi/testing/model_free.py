@@ -60,7 +60,7 @@ class ModelFree:
         return turn
 
     def step(self) -> None:
-        """One scheduling pass, as if its step had run."""
+        """One scheduling step, as if its step had run."""
         output = self.scheduler.schedule()
         for new in output.scheduled_new_reqs:
             self._turns[new.req_id].hit = new.num_computed_tokens

@@ -5,15 +5,15 @@ Owns: the blocks of checkpoints: when they are taken, published, given up, and i
 Never: bytes, slots, the size of the pool, or the search for a hit, which is vLLM's own.
 
 A running request holds no GDN block: its state is in its slot. A block is taken for a boundary that a step crosses, in
-all GDN groups or in none, after every other request of the scheduling pass has got its blocks; so a checkpoint never
-takes a block that a request of the pass needs, and under pressure it is skipped. Its blocks go to the evictable end of
-vLLM's free queue in the same pass: a later owner writes to them in a later step, after the save.
+all GDN groups or in none, after every other request of the scheduling step has got its blocks; so a checkpoint never
+takes a block that a request of the step needs, and under pressure it is skipped. Its blocks go to the evictable end of
+vLLM's free queue in the same step: a later owner writes to them in a later step, after the save.
 
-A boundary is published (gets its hash) at the end of the pass that schedules the step which writes it, so a hit on it
+A boundary is published (gets its hash) at the end of the step that schedules the step which writes it, so a hit on it
 belongs to a later step. Asynchronous scheduling may not know the boundary's last token yet; then it is published when
 that token has arrived, and given up when the request ends or is preempted before.
 
-Ordering rule: in each pass ``start_pass``, vLLM's scheduling, ``take``, release of the sources of hits.
+Ordering rule: in each pass ``new_step_starts``, vLLM's scheduling, ``take``, release of the sources of hits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GDNCheckpointSpec(MambaSpec):
         return cls(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.init})
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Bytes that one request may hold per layer: the block that it resumes from, during the pass that admits it."""
+        """Bytes that one request may hold per layer: the block that it resumes from, during the step that admits it."""
         return self.page_size_bytes
 
 
@@ -106,18 +106,18 @@ class CheckpointLedger:
         """Block table entries of a boundary without a checkpoint: the null block in every GDN group."""
         return (0,) * len(self._group_ids)
 
-    # A scheduling pass
+    # A scheduling step
 
-    def start_pass(self) -> None:
+    def new_step_starts(self) -> None:
         """Nothing is promised yet."""
         self._promised.clear()
 
     def promise(self, request: Request, num_tokens: int, cached: int) -> None:
-        """``request`` will stand at ``num_tokens`` after this pass's step; ``cached`` blocks were there before it."""
+        """``request`` will stand at ``num_tokens`` after this step; ``cached`` blocks were there before it."""
         self._promised.update(request.block_hashes[cached : num_tokens // self._block_size])
 
     def is_promised(self, request: Request, hit: int) -> bool:
-        """Whether a request scheduled in this pass will leave a checkpoint that reaches further than ``hit`` tokens."""
+        """Whether a request scheduled in this step will leave a checkpoint that reaches further than ``hit`` tokens."""
         if not self._promised:
             return False
         reachable = (request.num_tokens - 1) // self._block_size
@@ -165,13 +165,13 @@ class CheckpointLedger:
                 self._share(known)
             if not is_extra:
                 self._note(request, known)
-        # Shallow ones first: of two checkpoints of one pass the deeper one is evicted later.
+        # Shallow ones first: of two checkpoints of one step the deeper one is evicted later.
         for checkpoint in reversed(taken):
             self._by_block.update((block.block_id, checkpoint) for block in checkpoint.blocks)
             self._pool.unpin_blocks(checkpoint.blocks, self._reused)
         return entries
 
-    # Between passes
+    # Between steps
 
     def settle(self, request: Request, num_tokens: int) -> None:
         """The first ``num_tokens`` tokens of ``request`` are known: publish what waited for one of them."""
@@ -367,7 +367,7 @@ class CheckpointLedger:
 class GDNCheckpointManager(MambaManager):
     """The block manager of one GDN group: no block for a running request, hits through vLLM's own search.
 
-    ``req_to_blocks`` is empty but for the source of a hit, from the admission to the end of its pass.
+    ``req_to_blocks`` is empty but for the source of a hit, from the admission to the end of its step.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -385,7 +385,7 @@ class GDNCheckpointManager(MambaManager):
         self._ledger = ledger
 
     def release_sources(self) -> None:
-        """The pass is over: blocks that its admitted requests resume from are evictable again."""
+        """The step is scheduled: blocks that its admitted requests resume from are evictable again."""
         for request_id, index in self._sources.items():
             blocks = self.req_to_blocks[request_id]
             source, blocks[index] = blocks[index], self._null_block
@@ -397,7 +397,7 @@ class GDNCheckpointManager(MambaManager):
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
     ) -> int:
-        """Only what a hit takes out of the free queue until the end of the pass."""
+        """Only what a hit takes out of the free queue until the end of the step."""
         return self._get_num_evictable_blocks(new_computed_blocks)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:

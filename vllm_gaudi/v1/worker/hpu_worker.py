@@ -162,9 +162,9 @@ class HPUWorker(WorkerBase):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.model_runner.initialize_kv_cache(kv_cache_config)
-        self._say_what_was_built()
+        self._log_cache_summary()
 
-    def _say_what_was_built(self) -> None:
+    def _log_cache_summary(self) -> None:
         geometry = self.model_runner.step.caches.geometry
         logger.info(
             "vllm_gaudi on %s: B = %d tokens, %d GDN group(s) + 1 attention group, %d blocks; pool %s, %d slots and %d "

@@ -4,7 +4,7 @@
 Owns: the order of a step, which is its correctness argument:
 
     free before take        the request table hands slots back before it admits anyone
-    zero before restore     a fresh attention page may have become a checkpoint's block within one scheduling pass
+    zero before restore     a fresh attention page may have become a checkpoint's block within one scheduling step
     restore before read     the forward reads slots, never blocks
     decode before admitted  an admitted request may hit an attention block that a decoding one fills in this step
     forward before save     a checkpoint is the state after a boundary's last token: in a staging row when the forward

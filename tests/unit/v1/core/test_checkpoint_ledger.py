@@ -41,7 +41,7 @@ class Bench:
     def take(self, *ranges) -> dict:
         from vllm_gaudi.v1.core.checkpoint_ledger import ScheduledRange
 
-        self.ledger.start_pass()
+        self.ledger.new_step_starts()
         return self.ledger.take([ScheduledRange(*crossing) for crossing in ranges])
 
     def is_cached(self, text: str) -> bool:
@@ -212,14 +212,14 @@ def test_the_ends_of_a_request_that_leaves_are_as_new():
 
 def test_a_boundary_of_this_pass_is_promised_to_those_that_it_carries_further():
     bench = Bench(20)
-    bench.ledger.start_pass()
+    bench.ledger.new_step_starts()
     bench.ledger.promise(bench.request("r", "aaaabbbbcc"), 8, 1)
     twin = bench.request("s", "aaaabbbbd")
     assert bench.ledger.is_promised(twin, 0) and bench.ledger.is_promised(twin, 4)
     assert not bench.ledger.is_promised(twin, 8)
     assert not bench.ledger.is_promised(bench.request("t", "aaaabbbb"), 0), "its last token must be computed"
     assert not bench.ledger.is_promised(bench.request("u", "aaaaccccd"), 0), "the first boundary was there before"
-    bench.ledger.start_pass()
+    bench.ledger.new_step_starts()
     assert not bench.ledger.is_promised(twin, 0)
 
 

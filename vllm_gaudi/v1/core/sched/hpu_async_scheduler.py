@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from vllm_gaudi.v1.core.sched.hpu_scheduler import GDNGridMixin
+from vllm_gaudi.v1.core.sched.hpu_scheduler import GDNSchedulerMixin
 
 
-class HPUAsyncScheduler(GDNGridMixin, AsyncScheduler):
+class HPUAsyncScheduler(GDNSchedulerMixin, AsyncScheduler):
     """Schedules the next step before the last one's tokens have arrived."""

@@ -57,7 +57,7 @@ def chunk_end_on_grid(start: int, end: int, prefill_end: int, chunk: int, max_to
     return min(end, (start // chunk + 1) * chunk)
 
 
-class GDNGridMixin(SchedulerBase):
+class GDNSchedulerMixin(SchedulerBase):
     """Overrides of ``Scheduler``, which it goes before in the bases and which only a type checker takes for its own."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -72,7 +72,7 @@ class GDNGridMixin(SchedulerBase):
             self._gdn_chunk = gdn_chunk_size(block_size)
             self.cache_config.block_size = block_size
             self.need_mamba_block_aligned_split: bool = True
-            self._say_budget()
+            self._warn_about_token_budget()
         self._ledger: CheckpointLedger | None = None
         self._deferred: set[str] = set()  # waiting requests that have given way to a twin once
         if self._caches_gdn_blocks:
@@ -96,7 +96,7 @@ class GDNGridMixin(SchedulerBase):
         """vLLM's step, then the blocks of its checkpoints."""
         if self._ledger is None:
             return super().schedule(*args, **kwargs)
-        self._ledger.start_pass()
+        self._ledger.new_step_starts()
         output = super().schedule(*args, **kwargs)
         self._place_checkpoints(self._ledger, output)
         for manager in self._gdn_managers:
@@ -162,7 +162,7 @@ class GDNGridMixin(SchedulerBase):
             stats.waiting_lora_adapters.update(self._cache_stats.drain())
         return stats
 
-    def _say_budget(self) -> None:
+    def _warn_about_token_budget(self) -> None:
         """Tell the operator what the token budget costs."""
         budget = self.max_num_scheduled_tokens
         num_seqs = self.scheduler_config.max_num_seqs
@@ -207,7 +207,7 @@ class GDNGridMixin(SchedulerBase):
         return chunk_end_on_grid(start, start + num_new_tokens, prefill_end, self._gdn_chunk, max_tokens) - start
 
     def _gives_way(self, request: Request, hit: int) -> bool:
-        """Whether a request waits one step, once, for the checkpoint that a request of this pass will leave."""
+        """Whether a request waits one step, once, for the checkpoint that a request of this step will leave."""
         if self._ledger is None or request.status == RequestStatus.RUNNING or request.skip_reading_prefix_cache:
             return False
         if request.request_id in self._deferred or not self._ledger.is_promised(request, hit):
@@ -219,7 +219,7 @@ class GDNGridMixin(SchedulerBase):
         """Take back the hashes of blocks that the victim was scheduled to fill and now never will.
 
         vLLM publishes a block's hash when it schedules the step that fills it. Under priority scheduling the victim may
-        have been scheduled in this very pass; its row is dropped, but the hashes would stay. Blocks up to
+        have been scheduled in this very step; its row is dropped, but the hashes would stay. Blocks up to
         ``num_computed_tokens`` are filled by steps that do run.
         """
         stale = {
@@ -233,5 +233,5 @@ class GDNGridMixin(SchedulerBase):
         super()._preempt_request(request, *args, **kwargs)
 
 
-class HPUScheduler(GDNGridMixin, Scheduler):
+class HPUScheduler(GDNSchedulerMixin, Scheduler):
     """Synchronous scheduler."""

@@ -6,7 +6,7 @@ step at which bytes move.
 Never: which requests (``plan``), where in the page (``layout``), block ownership (vLLM's block pool).
 
 Ordering rule: inside ``before_forward``, zero fresh attention pages and fresh slots, then restore. A block of the zero
-list may have become a checkpoint block within the same scheduling pass, so zeroing comes before every restore and save.
+list may have become a checkpoint block within the same scheduling step, so zeroing comes before every restore and save.
 """
 
 from __future__ import annotations
