@@ -80,7 +80,7 @@ class CheckpointWitness:
     def _wrap(self) -> None:
         pool, ledger = self._pool, self._scheduler._ledger
         get_new_blocks, evict, reset = pool.get_new_blocks, pool._maybe_evict_cached_block, pool.reset_prefix_cache
-        take = ledger.take
+        take = ledger.allocate
 
         def handed_out(num_blocks: int) -> Any:
             self._is_handing_out = True
@@ -115,7 +115,7 @@ class CheckpointWitness:
             return entries
 
         pool.get_new_blocks, pool._maybe_evict_cached_block = handed_out, evicted
-        pool.reset_prefix_cache, ledger.take = was_reset, taken
+        pool.reset_prefix_cache, ledger.allocate = was_reset, taken
 
     def _account(self, ranges: list[Any], entries: dict[str, Any], free: int, cached: set[Any]) -> None:
         count = len(self._groups)

@@ -96,8 +96,8 @@ def _leave_siblings(scheduler: Any) -> None:
 
 def _take_half(scheduler: Any) -> None:
     """The last GDN group gets no block for a checkpoint."""
-    take = scheduler._ledger.take
-    scheduler._ledger.take = lambda ranges: {
+    take = scheduler._ledger.allocate
+    scheduler._ledger.allocate = lambda ranges: {
         name: [(*blocks[:-1], 0) for blocks in boundaries] for name, boundaries in take(ranges).items()
     }
 

@@ -13,7 +13,7 @@ A boundary is published (gets its hash) at the end of the step that schedules th
 belongs to a later step. Asynchronous scheduling may not know the boundary's last token yet; then it is published when
 that token has arrived, and given up when the request ends or is preempted before.
 
-Ordering rule: in each pass ``new_step_starts``, vLLM's scheduling, ``take``, release of the sources of hits.
+Ordering rule: in each pass ``new_step_starts``, vLLM's scheduling, ``allocate``, release of the sources of hits.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CheckpointLedger:
         self._pending: dict[str, list[Checkpoint]] = {}  # per request, taken and not published yet
         self._ends: dict[str, dict[int, Checkpoint]] = {}  # per request, the boundaries that its next turn may want
         self._rolling: dict[str, Checkpoint] = {}  # per request, what is kept only until it has reached the next one
-        self._promised: set[BlockHash] = set()
+        self._announced: set[BlockHash] = set()
         self._published: list[BlockHash] = []
         self._num_taken = 0
         self._num_skipped = 0
@@ -109,21 +109,21 @@ class CheckpointLedger:
     # A scheduling step
 
     def new_step_starts(self) -> None:
-        """Nothing is promised yet."""
-        self._promised.clear()
+        """Nothing is announced yet."""
+        self._announced.clear()
 
-    def promise(self, request: Request, num_tokens: int, cached: int) -> None:
+    def announce(self, request: Request, num_tokens: int, cached: int) -> None:
         """``request`` will stand at ``num_tokens`` after this step; ``cached`` blocks were there before it."""
-        self._promised.update(request.block_hashes[cached : num_tokens // self._block_size])
+        self._announced.update(request.block_hashes[cached : num_tokens // self._block_size])
 
-    def is_promised(self, request: Request, hit: int) -> bool:
+    def will_be_cached(self, request: Request, hit: int) -> bool:
         """Whether a request scheduled in this step will leave a checkpoint that reaches further than ``hit`` tokens."""
-        if not self._promised:
+        if not self._announced:
             return False
         reachable = (request.num_tokens - 1) // self._block_size
-        return not self._promised.isdisjoint(request.block_hashes[hit // self._block_size : reachable])
+        return not self._announced.isdisjoint(request.block_hashes[hit // self._block_size : reachable])
 
-    def take(self, ranges: Iterable[ScheduledRange]) -> dict[str, list[tuple[int, ...]]]:
+    def allocate(self, ranges: Iterable[ScheduledRange]) -> dict[str, list[tuple[int, ...]]]:
         """Blocks for the boundaries that the step crosses, what must be kept first.
 
         Returns, per request that crosses any, one tuple of G block ids per boundary in ascending order; all 0 where no
@@ -144,10 +144,10 @@ class CheckpointLedger:
         taken: list[Checkpoint] = []
         for is_extra, request, boundary, first in wanted:
             key = self._key(request, boundary)
-            known = self._known(key)
+            known = self._lookup(key)
             if known is None:
                 if not is_extra and key is not None:
-                    self._pass_by(request, boundary)
+                    self._demote_previous(request, boundary)
                 if not self._has_room(is_extra):
                     self._num_skipped += not is_extra
                     continue
@@ -162,9 +162,9 @@ class CheckpointLedger:
                 if is_extra:
                     self._extras[known] = None
             else:
-                self._share(known)
+                self._mark_shared(known)
             if not is_extra:
-                self._note(request, known)
+                self._record_kept(request, known)
         # Shallow ones first: of two checkpoints of one step the deeper one is evicted later.
         for checkpoint in reversed(taken):
             self._by_block.update((block.block_id, checkpoint) for block in checkpoint.blocks)
@@ -173,7 +173,7 @@ class CheckpointLedger:
 
     # Between steps
 
-    def settle(self, request: Request, num_tokens: int) -> None:
+    def publish_ready(self, request: Request, num_tokens: int) -> None:
         """The first ``num_tokens`` tokens of ``request`` are known: publish what waited for one of them."""
         pending = self._pending.get(request.request_id)
         if not pending:
@@ -184,32 +184,32 @@ class CheckpointLedger:
             if checkpoint.boundary > ready:
                 continue
             key = self._key(request, checkpoint.boundary)
-            known = self._known(key)
+            known = self._lookup(key)
             if known is not None:  # another request has reached the same boundary meanwhile
-                self._give_up(checkpoint)
-                self._share(known)
+                self._invalidate(checkpoint)
+                self._mark_shared(known)
                 checkpoint = known
             elif self._is_alive(checkpoint):
                 self._publish(checkpoint, request, key)
             else:  # evicted before it could be published
                 continue
-            self._note(request, checkpoint)
+            self._record_kept(request, checkpoint)
         self._pending[request.request_id] = waiting
 
-    def resumed(self, request_id: str, source: KVCacheBlock) -> None:
+    def on_resume(self, request_id: str, source: KVCacheBlock) -> None:
         """``request_id`` is admitted and resumes from the checkpoint that ``source`` is a block of."""
         checkpoint = self._by_block.get(source.block_id)
         if checkpoint is not None:
-            self._share(checkpoint)
+            self._mark_shared(checkpoint)
             self._ends[request_id] = {checkpoint.boundary: checkpoint}
 
-    def left(self, request_id: str) -> None:
+    def on_free(self, request_id: str) -> None:
         """``request_id`` has ended or is preempted: what waited for its tokens is lost, its ends are as new."""
         for checkpoint in self._pending.pop(request_id, ()):
-            self._give_up(checkpoint)
+            self._invalidate(checkpoint)
         self._rolling.pop(request_id, None)
         for _, checkpoint in sorted(self._ends.pop(request_id, {}).items()):
-            self._renew(checkpoint)
+            self._touch(checkpoint)
 
     def drain_published(self) -> list[BlockHash]:
         """Hashes of the boundaries published since the last call."""
@@ -233,12 +233,12 @@ class CheckpointLedger:
         """The boundary's hash, None while its last token is not known."""
         return request.block_hashes[boundary - 1] if boundary <= len(request.block_hashes) else None
 
-    def _known(self, key: BlockHash | None) -> Checkpoint | None:
+    def _lookup(self, key: BlockHash | None) -> Checkpoint | None:
         """The checkpoint published under ``key``; none where somebody has taken the hash of one of its blocks away."""
         checkpoint = self._by_key.get(key)
         if checkpoint is None or all(block.block_hash is not None for block in checkpoint.blocks):
             return checkpoint
-        if not self._give_up(checkpoint):
+        if not self._invalidate(checkpoint):
             self._forget(checkpoint)
         return None
 
@@ -266,9 +266,9 @@ class CheckpointLedger:
     def _drop_oldest_extra(self) -> bool:
         """Whether there was one whose blocks are free now."""
         oldest = next(iter(self._extras), None)
-        return oldest is not None and self._give_up(oldest)
+        return oldest is not None and self._invalidate(oldest)
 
-    def _share(self, checkpoint: Checkpoint) -> None:
+    def _mark_shared(self, checkpoint: Checkpoint) -> None:
         """Another request has come by: from here on it goes when it is not used any more."""
         checkpoint.is_shared = True
         self._extras.pop(checkpoint, None)
@@ -288,7 +288,7 @@ class CheckpointLedger:
         self._by_key[key] = checkpoint
         self._published.append(key)
 
-    def _pass_by(self, request: Request, boundary: int) -> None:
+    def _demote_previous(self, request: Request, boundary: int) -> None:
         """``request`` reaches ``boundary``: what was kept only as its last one is an extra one from here on."""
         rolling = self._rolling.get(request.request_id)
         if rolling is None or rolling.boundary >= boundary:
@@ -299,7 +299,7 @@ class CheckpointLedger:
             if len(self._extras) > self._most_extras and not self._has_empty_blocks():
                 self._drop_oldest_extra()
 
-    def _note(self, request: Request, checkpoint: Checkpoint) -> None:
+    def _record_kept(self, request: Request, checkpoint: Checkpoint) -> None:
         """``request`` has a checkpoint that is to be kept: at its last boundary so far, or at an end of its prompt."""
         boundary = checkpoint.boundary
         self._extras.pop(checkpoint, None)
@@ -309,7 +309,7 @@ class CheckpointLedger:
         if is_last:
             for passed in [passed for passed in ends if passed not in ends_of_prompt]:
                 del ends[passed]
-            self._pass_by(request, boundary)
+            self._demote_previous(request, boundary)
             if not self._is_kept(request, boundary):
                 self._rolling[request.request_id] = checkpoint
         if is_last or boundary in ends_of_prompt:
@@ -326,12 +326,12 @@ class CheckpointLedger:
     def _is_free(self, checkpoint: Checkpoint) -> bool:
         return len(self._in_free_queue(checkpoint)) == len(checkpoint.blocks)
 
-    def _renew(self, checkpoint: Checkpoint) -> None:
+    def _touch(self, checkpoint: Checkpoint) -> None:
         """As recently used as anything; nothing for one that is evicted, or in use and so renewed when it is freed."""
         if self._is_alive(checkpoint) and self._is_free(checkpoint):
             self._requeue(checkpoint.blocks)
 
-    def _give_up(self, checkpoint: Checkpoint) -> bool:
+    def _invalidate(self, checkpoint: Checkpoint) -> bool:
         """Its blocks hold nothing from here on and are the next to be handed out; False for one that is in use."""
         if not self._is_alive(checkpoint) or not self._is_free(checkpoint):
             return False
@@ -380,7 +380,7 @@ class GDNCheckpointManager(MambaManager):
         """Map ``GDNCheckpointSpec`` to this manager; vLLM tolerates the same registration again."""
         KVCacheSpecRegistry.register(GDNCheckpointSpec, cls, uniform_type_base_spec=MambaSpec)
 
-    def lead(self, ledger: CheckpointLedger) -> None:
+    def attach_ledger(self, ledger: CheckpointLedger) -> None:
         """Report what requests do to ``ledger``; one manager does for all GDN groups."""
         self._ledger = ledger
 
@@ -411,7 +411,7 @@ class GDNCheckpointManager(MambaManager):
         if blocks and not blocks[-1].is_null:
             self._sources[request_id] = len(blocks) - 1
             if self._ledger is not None:
-                self._ledger.resumed(request_id, blocks[-1])
+                self._ledger.on_resume(request_id, blocks[-1])
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         """There are none."""
@@ -427,11 +427,11 @@ class GDNCheckpointManager(MambaManager):
         cached = self.num_cached_block.get(request.request_id, 0)
         self.num_cached_block[request.request_id] = max(cached, num_tokens // self.block_size)
         if self._ledger is not None:
-            self._ledger.settle(request, num_tokens)
-            self._ledger.promise(request, num_tokens, cached)
+            self._ledger.publish_ready(request, num_tokens)
+            self._ledger.announce(request, num_tokens, cached)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._sources.pop(request_id, None)
         if self._ledger is not None:
-            self._ledger.left(request_id)
+            self._ledger.on_free(request_id)
         return super().pop_blocks_for_free(request_id)

@@ -8,7 +8,7 @@ Never: which requests sample, or what is done with their tokens (``sampling``).
 A device that compiles an operator per shape would otherwise compile one for every number of requests, and with
 penalties for every token.
 
-Ordering rule: ``LogitRows.add`` for each forward of a step, then one ``take``; the next step writes over them.
+Ordering rule: ``LogitRows.add`` for each forward of a step, then one ``allocate``; the next step writes over them.
 """
 
 from __future__ import annotations

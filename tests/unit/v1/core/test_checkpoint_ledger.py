@@ -42,7 +42,7 @@ class Bench:
         from vllm_gaudi.v1.core.checkpoint_ledger import ScheduledRange
 
         self.ledger.new_step_starts()
-        return self.ledger.take([ScheduledRange(*crossing) for crossing in ranges])
+        return self.ledger.allocate([ScheduledRange(*crossing) for crossing in ranges])
 
     def is_cached(self, text: str) -> bool:
         found = [self.pool.get_cached_block(text.encode(), [group]) for group in GROUPS]
@@ -149,7 +149,7 @@ def test_a_last_boundary_that_somebody_else_has_hit_is_left_alone():
     bench.take((bench.request("old", "zzzz"), 0, 4))
     text = "aaabbbbccccdddd"
     bench.take((bench.request("r", text[:3], text[:5]), 3, 4))
-    bench.ledger.resumed("s", bench.pool.get_cached_block(text[:4].encode(), [0])[0])
+    bench.ledger.on_resume("s", bench.pool.get_cached_block(text[:4].encode(), [0])[0])
     bench.take((bench.request("r", text[:3], text[:9]), 7, 8))
     assert bench.is_cached(text[:4]) and bench.is_cached(text[:8])
 
@@ -165,28 +165,28 @@ class TestUnknownToken:
         bench, (blocks,) = self.bench()
         assert all(blocks) and not bench.is_cached("aaab") and bench.pool.get_num_free_blocks() == 19
         late = bench.request("r", "aaa", "aaab")
-        bench.ledger.settle(late, 3)
+        bench.ledger.publish_ready(late, 3)
         assert not bench.is_cached("aaab")
-        bench.ledger.settle(late, 4)
+        bench.ledger.publish_ready(late, 4)
         assert bench.is_cached("aaab")
 
     def test_it_is_lost_when_the_request_leaves_before(self):
         bench, (blocks,) = self.bench()
-        bench.ledger.left("r")
-        bench.ledger.settle(bench.request("r", "aaa", "aaab"), 4)
+        bench.ledger.on_free("r")
+        bench.ledger.publish_ready(bench.request("r", "aaa", "aaab"), 4)
         assert not bench.is_cached("aaab")
         assert {block.block_id for block in bench.pool.get_new_blocks(2)} == set(blocks), "its blocks go first"
 
     def test_it_is_lost_when_its_blocks_are_handed_out_before(self):
         bench, _ = self.bench()
         bench.fill(leave=0)
-        bench.ledger.settle(bench.request("r", "aaa", "aaab"), 4)
+        bench.ledger.publish_ready(bench.request("r", "aaa", "aaab"), 4)
         assert not bench.is_cached("aaab")
 
     def test_it_gives_way_to_the_same_boundary_of_another_request(self):
         bench, (blocks,) = self.bench()
         (others,) = bench.take((bench.request("s", "aaab"), 0, 4))["s"]
-        bench.ledger.settle(bench.request("r", "aaa", "aaab"), 4)
+        bench.ledger.publish_ready(bench.request("r", "aaa", "aaab"), 4)
         found = bench.pool.get_cached_block(b"aaab", list(GROUPS))
         assert tuple(block.block_id for block in found) == others
         assert {block.block_id for block in bench.pool.get_new_blocks(2)} == set(blocks)
@@ -197,7 +197,7 @@ class TestUnknownToken:
         bench.take((bench.request("r", "aaa", text[:4]), 3, 4))
         bench.take((bench.request("r", "aaa", text[:7]), 7, 8))
         assert bench.is_cached(text[:4])
-        bench.ledger.left("r")
+        bench.ledger.on_free("r")
         assert bench.is_cached(text[:4]), "the request ended before its last token came"
 
 
@@ -205,7 +205,7 @@ def test_the_ends_of_a_request_that_leaves_are_as_new():
     bench = Bench(7)
     bench.take((bench.request("r", "aaaa"), 0, 4))
     bench.take((bench.request("s", "bbbb"), 0, 4))
-    bench.ledger.left("r")
+    bench.ledger.on_free("r")
     bench.fill(leave=2)
     assert bench.is_cached("aaaa") and not bench.is_cached("bbbb")
 
@@ -213,14 +213,14 @@ def test_the_ends_of_a_request_that_leaves_are_as_new():
 def test_a_boundary_of_this_pass_is_promised_to_those_that_it_carries_further():
     bench = Bench(20)
     bench.ledger.new_step_starts()
-    bench.ledger.promise(bench.request("r", "aaaabbbbcc"), 8, 1)
+    bench.ledger.announce(bench.request("r", "aaaabbbbcc"), 8, 1)
     twin = bench.request("s", "aaaabbbbd")
-    assert bench.ledger.is_promised(twin, 0) and bench.ledger.is_promised(twin, 4)
-    assert not bench.ledger.is_promised(twin, 8)
-    assert not bench.ledger.is_promised(bench.request("t", "aaaabbbb"), 0), "its last token must be computed"
-    assert not bench.ledger.is_promised(bench.request("u", "aaaaccccd"), 0), "the first boundary was there before"
+    assert bench.ledger.will_be_cached(twin, 0) and bench.ledger.will_be_cached(twin, 4)
+    assert not bench.ledger.will_be_cached(twin, 8)
+    assert not bench.ledger.will_be_cached(bench.request("t", "aaaabbbb"), 0), "its last token must be computed"
+    assert not bench.ledger.will_be_cached(bench.request("u", "aaaaccccd"), 0), "the first boundary was there before"
     bench.ledger.new_step_starts()
-    assert not bench.ledger.is_promised(twin, 0)
+    assert not bench.ledger.will_be_cached(twin, 0)
 
 
 def test_a_reset_of_the_pool_leaves_nothing_behind():

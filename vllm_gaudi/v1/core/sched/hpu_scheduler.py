@@ -84,7 +84,7 @@ class GDNSchedulerMixin(SchedulerBase):
                 block_size,
                 coordinator.retention_interval,
             )
-            self._gdn_managers[0].lead(self._ledger)
+            self._gdn_managers[0].attach_ledger(self._ledger)
             self._cache_stats = CacheStats(block_size, checkpoint_bytes(config), memory=8 * config.num_blocks)
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class GDNSchedulerMixin(SchedulerBase):
             ranges.append(
                 ScheduledRange(request, request.num_computed_tokens - num_tokens, request.num_computed_tokens)
             )
-        entries = ledger.take(ranges)
+        entries = ledger.allocate(ranges)
         if not entries:
             return
         groups = [manager.kv_cache_group_id for manager in self._gdn_managers]
@@ -195,7 +195,7 @@ class GDNSchedulerMixin(SchedulerBase):
         vLLM's own split is not called: it ends chunks on block boundaries, because only there its states can be kept.
         """
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
-        if self._gives_way(request, start):
+        if self._should_defer(request, start):
             return 0
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
         if start >= prefill_end:
@@ -206,11 +206,11 @@ class GDNSchedulerMixin(SchedulerBase):
             max_tokens = min(max_tokens, threshold)
         return chunk_end_on_grid(start, start + num_new_tokens, prefill_end, self._gdn_chunk, max_tokens) - start
 
-    def _gives_way(self, request: Request, hit: int) -> bool:
+    def _should_defer(self, request: Request, hit: int) -> bool:
         """Whether a request waits one step, once, for the checkpoint that a request of this step will leave."""
         if self._ledger is None or request.status == RequestStatus.RUNNING or request.skip_reading_prefix_cache:
             return False
-        if request.request_id in self._deferred or not self._ledger.is_promised(request, hit):
+        if request.request_id in self._deferred or not self._ledger.will_be_cached(request, hit):
             return False
         self._deferred.add(request.request_id)
         return True

@@ -149,7 +149,7 @@ class TestMixin:
         from vllm.v1.request import RequestStatus
 
         promised = []
-        scheduler._ledger = SimpleNamespace(is_promised=lambda request, hit: promised.append(hit) or True)
+        scheduler._ledger = SimpleNamespace(will_be_cached=lambda request, hit: promised.append(hit) or True)
         twin = self.request(0, 100)
         twin.request_id, twin.skip_reading_prefix_cache, twin.status = "twin", False, RequestStatus.WAITING
         assert scheduler._mamba_block_aligned_split(twin, 50, 32) == 0
