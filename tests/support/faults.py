@@ -81,7 +81,7 @@ def _next_staging_row(runner: Any, rows: np.ndarray) -> np.ndarray:
 def _keep_nothing_for_good(scheduler: Any) -> None:
     ledger = scheduler._ledger
     ledger._is_kept = lambda request, boundary: False
-    ledger._has_room = lambda is_extra: False
+    ledger._has_room = lambda is_unretained: False
 
 
 def _pin_sources(scheduler: Any) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-EXTRA_SHARE = 1 / 32
+UNRETAINED_SHARE = 1 / 32
 """Of the pool's blocks, for checkpoints that retention does not keep: what they cost is that share of the pool."""
 
 
@@ -80,8 +80,8 @@ class CheckpointLedger:
     as vLLM's flag: None keeps every boundary, N > 0 tokens every N-th, 0 none but these, which are always kept: the
     prompt's last boundary (twice where the prompt ends on one: a repeat must compute its last token), the boundary of a
     prefix that another prompt shares, and the last one that the request has reached. The others are extra: they use
-    blocks that hold nothing, and in a full pool ``EXTRA_SHARE`` of it, where the next takes the place of the oldest, so
-    that a shared prefix is found by the second prompt that has it when that comes soon.
+    blocks that hold nothing, and in a full pool ``UNRETAINED_SHARE`` of it, where the next takes the place of the
+    oldest, so that a shared prefix is found by the second prompt that has it when that comes soon.
     """
 
     def __init__(self, pool: BlockPool, group_ids: Sequence[int], block_size: int, retention_interval: int | None):
@@ -89,13 +89,17 @@ class CheckpointLedger:
         self._group_ids = tuple(group_ids)
         self._block_size = block_size
         self._retention = retention_interval
-        self._most_extras = int(EXTRA_SHARE * pool.num_gpu_blocks) // len(self._group_ids)
-        self._extras: dict[Checkpoint, None] = {}  # oldest first
+        self._max_unretained = int(UNRETAINED_SHARE * pool.num_gpu_blocks) // len(self._group_ids)
+        self._unretained: dict[Checkpoint, None] = {}  # oldest first
         self._by_key: dict[BlockHash, Checkpoint] = {}
         self._by_block: dict[int, Checkpoint] = {}
         self._pending: dict[str, list[Checkpoint]] = {}  # per request, taken and not published yet
-        self._ends: dict[str, dict[int, Checkpoint]] = {}  # per request, the boundaries that its next turn may want
-        self._rolling: dict[str, Checkpoint] = {}  # per request, what is kept only until it has reached the next one
+        self._resume_points: dict[
+            str, dict[int, Checkpoint]
+        ] = {}  # per request, the boundaries that its next turn may want
+        self._last_reached: dict[
+            str, Checkpoint
+        ] = {}  # per request, what is kept only until it has reached the next one
         self._announced: set[BlockHash] = set()
         self._published: list[BlockHash] = []
         self._num_taken = 0
@@ -142,14 +146,14 @@ class CheckpointLedger:
                 wanted.append((not keep, request, boundary, first))
         wanted.sort(key=lambda item: item[0])
         taken: list[Checkpoint] = []
-        for is_extra, request, boundary, first in wanted:
+        for is_unretained, request, boundary, first in wanted:
             key = self._key(request, boundary)
             known = self._lookup(key)
             if known is None:
-                if not is_extra and key is not None:
+                if not is_unretained and key is not None:
                     self._demote_previous(request, boundary)
-                if not self._has_room(is_extra):
-                    self._num_skipped += not is_extra
+                if not self._has_room(is_unretained):
+                    self._num_skipped += not is_unretained
                     continue
                 known = Checkpoint(tuple(self._pool.get_new_blocks(len(self._group_ids))), boundary)
                 taken.append(known)
@@ -159,11 +163,11 @@ class CheckpointLedger:
                     self._pending.setdefault(request.request_id, []).append(known)
                     continue
                 self._publish(known, request, key)
-                if is_extra:
-                    self._extras[known] = None
+                if is_unretained:
+                    self._unretained[known] = None
             else:
                 self._mark_shared(known)
-            if not is_extra:
+            if not is_unretained:
                 self._record_kept(request, known)
         # Shallow ones first: of two checkpoints of one step the deeper one is evicted later.
         for checkpoint in reversed(taken):
@@ -201,14 +205,14 @@ class CheckpointLedger:
         checkpoint = self._by_block.get(source.block_id)
         if checkpoint is not None:
             self._mark_shared(checkpoint)
-            self._ends[request_id] = {checkpoint.boundary: checkpoint}
+            self._resume_points[request_id] = {checkpoint.boundary: checkpoint}
 
     def on_free(self, request_id: str) -> None:
         """``request_id`` has ended or is preempted: what waited for its tokens is lost, its ends are as new."""
         for checkpoint in self._pending.pop(request_id, ()):
             self._invalidate(checkpoint)
-        self._rolling.pop(request_id, None)
-        for _, checkpoint in sorted(self._ends.pop(request_id, {}).items()):
+        self._last_reached.pop(request_id, None)
+        for _, checkpoint in sorted(self._resume_points.pop(request_id, {}).items()):
             self._touch(checkpoint)
 
     def drain_published(self) -> list[BlockHash]:
@@ -242,15 +246,15 @@ class CheckpointLedger:
             self._forget(checkpoint)
         return None
 
-    def _has_room(self, is_extra: bool) -> bool:
+    def _has_room(self, is_unretained: bool) -> bool:
         """Whether the pool gives a block for every group. An extra one may have to take the place of the oldest."""
         if self._pool.get_num_free_blocks() < len(self._group_ids):
             return False
-        if not is_extra or self._has_empty_blocks() or len(self._extras) < self._most_extras:
+        if not is_unretained or self._has_empty_blocks() or len(self._unretained) < self._max_unretained:
             return True
-        if len(self._extras) > self._most_extras:  # there was more room once
-            self._drop_oldest_extra()
-        return self._most_extras > 0 and self._drop_oldest_extra()
+        if len(self._unretained) > self._max_unretained:  # there was more room once
+            self._drop_oldest_unretained()
+        return self._max_unretained > 0 and self._drop_oldest_unretained()
 
     def _has_empty_blocks(self) -> bool:
         """Whether the next blocks that the pool hands out, one for every group, hold nothing."""
@@ -263,15 +267,15 @@ class CheckpointLedger:
             block = block.next_free_block
         return True
 
-    def _drop_oldest_extra(self) -> bool:
+    def _drop_oldest_unretained(self) -> bool:
         """Whether there was one whose blocks are free now."""
-        oldest = next(iter(self._extras), None)
+        oldest = next(iter(self._unretained), None)
         return oldest is not None and self._invalidate(oldest)
 
     def _mark_shared(self, checkpoint: Checkpoint) -> None:
         """Another request has come by: from here on it goes when it is not used any more."""
         checkpoint.is_shared = True
-        self._extras.pop(checkpoint, None)
+        self._unretained.pop(checkpoint, None)
 
     def _publish(self, checkpoint: Checkpoint, request: Request, key: BlockHash) -> None:
         boundary = checkpoint.boundary
@@ -290,30 +294,30 @@ class CheckpointLedger:
 
     def _demote_previous(self, request: Request, boundary: int) -> None:
         """``request`` reaches ``boundary``: what was kept only as its last one is an extra one from here on."""
-        rolling = self._rolling.get(request.request_id)
-        if rolling is None or rolling.boundary >= boundary:
+        previous = self._last_reached.get(request.request_id)
+        if previous is None or previous.boundary >= boundary:
             return
-        del self._rolling[request.request_id]
-        if not rolling.is_shared and self._is_alive(rolling):
-            self._extras[rolling] = None
-            if len(self._extras) > self._most_extras and not self._has_empty_blocks():
-                self._drop_oldest_extra()
+        del self._last_reached[request.request_id]
+        if not previous.is_shared and self._is_alive(previous):
+            self._unretained[previous] = None
+            if len(self._unretained) > self._max_unretained and not self._has_empty_blocks():
+                self._drop_oldest_unretained()
 
     def _record_kept(self, request: Request, checkpoint: Checkpoint) -> None:
         """``request`` has a checkpoint that is to be kept: at its last boundary so far, or at an end of its prompt."""
         boundary = checkpoint.boundary
-        self._extras.pop(checkpoint, None)
-        ends = self._ends.setdefault(request.request_id, {})
-        ends_of_prompt = prompt_ends(request.num_prompt_tokens, self._block_size)
-        is_last = boundary > max(ends, default=0)
+        self._unretained.pop(checkpoint, None)
+        resume_points = self._resume_points.setdefault(request.request_id, {})
+        prompt_boundaries = prompt_ends(request.num_prompt_tokens, self._block_size)
+        is_last = boundary > max(resume_points, default=0)
         if is_last:
-            for passed in [passed for passed in ends if passed not in ends_of_prompt]:
-                del ends[passed]
+            for passed in [passed for passed in resume_points if passed not in prompt_boundaries]:
+                del resume_points[passed]
             self._demote_previous(request, boundary)
             if not self._is_kept(request, boundary):
-                self._rolling[request.request_id] = checkpoint
-        if is_last or boundary in ends_of_prompt:
-            ends[boundary] = checkpoint
+                self._last_reached[request.request_id] = checkpoint
+        if is_last or boundary in prompt_boundaries:
+            resume_points[boundary] = checkpoint
 
     def _is_alive(self, checkpoint: Checkpoint) -> bool:
         return self._by_block.get(checkpoint.blocks[0].block_id) is checkpoint
@@ -357,7 +361,7 @@ class CheckpointLedger:
         self._pool.free_blocks(blocks)
 
     def _forget(self, checkpoint: Checkpoint) -> None:
-        self._extras.pop(checkpoint, None)
+        self._unretained.pop(checkpoint, None)
         for block in checkpoint.blocks:
             del self._by_block[block.block_id]
         if checkpoint.key is not None:
