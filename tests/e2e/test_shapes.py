@@ -255,7 +255,7 @@ def test_warm_up_writes_to_no_block_and_no_slot(name, block, checkpoint):
         null, spare = slice(geometry.block_size), slice(geometry.num_tokens, None)
         assert len(opened.runner.graphs.warm_shapes) > 5
         for page in (*caches.k, *caches.v):
-            assert page.shape[0] == (geometry.spare_block + 1) * geometry.kernel_block
+            assert page.shape[0] == (geometry.padding_block + 1) * geometry.kernel_block
             assert torch.isnan(page[null.stop : spare.start]).all()
             assert not page[spare].any() and not page[null].any()
         for state in (*caches.conv_states, *caches.ssm_states):

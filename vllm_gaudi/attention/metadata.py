@@ -19,7 +19,7 @@ from vllm_gaudi.ops.linear import GemmRows
 class PrefillAttention:
     """Each of N sequences runs ``query`` token rows that start at ``num_computed_tokens``."""
 
-    block_table: torch.Tensor  # [N, M] int32: kernel block ids of the context, padding = the spare block
+    block_table: torch.Tensor  # [N, M] int32: kernel block ids of the context, padding = the padding block
     num_computed_tokens: torch.Tensor  # [N] int32: tokens before the first row
     query_lens: torch.Tensor  # [N] int32: rows that are real; 0 for padding sequence
 
@@ -37,7 +37,7 @@ class IntermediateStates:
 class DecodeAttention:
     """Each of N sequences runs one token row; the blocks of all rows stand in one flat list."""
 
-    block_list: torch.Tensor  # [F] int32: kernel block ids, grouped by row, padding = the spare block
+    block_list: torch.Tensor  # [F] int32: kernel block ids, grouped by row, padding = the padding block
     block_groups: torch.Tensor  # [F] int32: the row that reads the block
     block_usage: torch.Tensor  # [F] int32: tokens of the block that the row sees, 0 for padding
     first_block: torch.Tensor  # [N] int32: index of the row's first entry in the list

@@ -246,7 +246,7 @@ def _lines_of_numbers(numbers: Numbers) -> Iterator[str]:
         f"{_size(memory.states)}: {memory.slots:,} slots, {memory.reserved_rows} reserved, "
         f"{memory.staging_rows} staging",
     )
-    yield _row("spare kernel block", _size(memory.spare))
+    yield _row("padding kernel block", _size(memory.spare))
     left = _size(memory.available) if memory.available > 0 else f"nothing: {_size(-memory.available)} are missing"
     yield _row("left for the pool", left)
     yield ""

@@ -175,7 +175,7 @@ def test_prefill_lets_nan_in_a_reachable_row_through():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decode_is_one_softmax(variant, kernel_block, kv_heads, heads, dim, tile, dtype):
     lengths = [1, 16, 75, 128, 17]
-    pages = Pages(kernel_block, kv_heads, dim, lengths, dtype, rest=NAN)  # behind a length, and in the spare block
+    pages = Pages(kernel_block, kv_heads, dim, lengths, dtype, rest=NAN)  # behind a length, and in the padding block
     q = torch.randn(5, heads, dim).to(dtype)
     out = pages.decode(q, pages.flat(range(5), pads=3), variant)
     assert out.dtype == dtype

@@ -7,9 +7,8 @@ Rows are flat because they are written as rows: Gaudi's compiler keeps a write i
 tensor itself and not a view of it. Kernel blocks are read through views, which is free. `reference.py` is the
 definition; `cpu.py` and `hpu.py` are what runs.
 Never: picks a variant; `vllm_gaudi.ops.registry` does. Zeroes a page: prefill needs finite numbers in every row that a
-block table reaches, spare block included, because a masked key still multiplies (0 x NaN); new blocks are zeroed before
-the step.
-Ordering rule: insert, then attend: the tokens of the running chunk are read back from the cache.
+block table reaches, padding block included, because a masked key still multiplies (0 x NaN); new blocks are zeroed
+before the step. Ordering rule: insert, then attend: the tokens of the running chunk are read back from the cache.
 """
 
 from typing import Protocol
@@ -22,8 +21,8 @@ class ReshapeAndCache(Protocol):
 
     k_cache, v_cache  [(num_kernel_blocks + 1) * kernel_block, Hkv, D]: MUTATED at the given slots only
     key, value        [T, Hkv, D], cast to the cache dtype
-    slot_mapping      [T] int32 or int64, tokens: kernel block * kernel_block + offset; padding lies in the spare block,
-                      live slots are distinct
+    slot_mapping      [T] int32 or int64, tokens: kernel block * kernel_block + offset; padding lies in the padding
+                      block, live slots are distinct
 
     Raises RuntimeError (torch) for a slot outside the cache.
     """
@@ -43,7 +42,7 @@ class PagedPrefillAttention(Protocol):
 
     q            [N, Q, H, D]  H a multiple of Hkv; query head h reads kv head h // (H // Hkv)
     caches       see the module docstring; only read, finite wherever the table points
-    block_table  [N, M] int32  kernel block ids by position, padding = the spare block
+    block_table  [N, M] int32  kernel block ids by position, padding = the padding block
     num_computed_tokens  [N] int32  position (tokens) of q[:, 0], >= 0; query i sees key position j iff j is at most
                  num_computed_tokens + i
     scale        factor on the scores
@@ -78,7 +77,7 @@ class PagedDecodeAttention(Protocol):
     scale       factor on the scores
     kernel_block  tokens of a kernel block
 
-    Padding: block_list = the spare block, block_usage = 0, block_groups = any row in range (R - 1 by convention),
+    Padding: block_list = the padding block, block_usage = 0, block_groups = any row in range (R - 1 by convention),
     behind all live entries. An empty entry changes nothing, by selection, whichever row it names. A row without blocks
     may name any entry in first_block (0 by convention): unless that entry is live and its own, the row's result is
     zeros.

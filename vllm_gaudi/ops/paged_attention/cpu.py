@@ -6,9 +6,9 @@ pieces of fixed size in a fixed order. A cache is [(num_kernel_blocks + 1) * ker
 Its LAST kernel block is the spare one: pad tokens write there and padding table entries point there, so every index is
 a real row. Rows stand flat because they are written as rows: Gaudi's compiler keeps a write in place only when what is
 written is the tensor itself and not a view of it. Kernel blocks are read through views, which is free. Never: zeroes a
-page. Prefill needs finite numbers in every row a block table reaches, spare block included, because a masked key still
-multiplies (0 x NaN): new blocks are zeroed before the step. Decode knows each block's length and selects what lies
-behind it away. Ordering rule: insert, then attend: the tokens of the running chunk are read back from the cache.
+page. Prefill needs finite numbers in every row a block table reaches, padding block included, because a masked key
+still multiplies (0 x NaN): new blocks are zeroed before the step. Decode knows each block's length and selects what
+lies behind it away. Ordering rule: insert, then attend: the tokens of the running chunk are read back from the cache.
 
 Bitwise rules (design.md section 7): query rows are cut into tiles of QUERY_TILE, context into tiles of `tile_tokens`
 (prefill) or kernel blocks (decode); merging a piece without a visible key returns the other side by selection.

@@ -168,7 +168,7 @@ class HPUModelRunner:
             requests=RequestTable(slots, geometry.num_groups, self.max_model_len, cached_groups, geometry.block_size),
             inputs=InputBuilder(
                 grid,
-                PaddingRows(geometry.spare_block, caches.zero_row, caches.trash_row, caches.first_staging_row),
+                PaddingRows(geometry.padding_block, caches.zero_row, caches.trash_row, caches.first_staging_row),
                 tiles=_row_tiles(mode.row_tiles, geometry),
                 expert_tiles=_row_tiles(mode.expert_row_tiles, geometry),
                 with_hints=mode.host_hints,

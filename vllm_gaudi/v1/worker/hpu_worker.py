@@ -85,34 +85,34 @@ class HPUWorker(WorkerBase):
     def determine_available_memory(self) -> int:
         """Bytes for attention pages: what the user gave, or what is left of the device after everything else."""
         specs = self.get_kv_cache_spec()
-        taken = self._taken_memory()  # before the profile run's pool, which does not stay
+        non_kv_cache_memory = self._taken_memory()  # before the profile run's pool, which does not stay
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.initialize_profile_cache()
         peak = self._profile()
         memory = self.memory = MemoryBudget(
             total=self._total_memory(),
-            utilization=self.cache_config.gpu_memory_utilization,
-            given=self.cache_config.kv_cache_memory_bytes,
-            taken=taken,
+            gpu_memory_utilization=self.cache_config.gpu_memory_utilization,
+            kv_cache_memory_bytes=self.cache_config.kv_cache_memory_bytes,
+            non_kv_cache_memory=non_kv_cache_memory,
             peak=peak or 0,
             states=self.model_runner.step.caches.state_bytes,
-            spare=self._spare_block_bytes(specs),
+            padding_block=self._padding_block_bytes(specs),
         )
         num_staging = self.model_runner.step.grid.num_staging
         # The engine's own states come next: with these still there, a device would have to hold both at once.
         self.model_runner.drop_kv_cache()
         if peak is not None:
             gc.collect()
-        if memory.given is not None:
-            words = f"--kv-cache-memory-bytes {memory.given}"
+        if memory.kv_cache_memory_bytes is not None:
+            words = f"--kv-cache-memory-bytes {memory.kv_cache_memory_bytes}"
         else:
-            words = f"--gpu-memory-utilization {memory.utilization} of {format_bytes(memory.total)}"
+            words = f"--gpu-memory-utilization {memory.gpu_memory_utilization} of {format_bytes(memory.total)}"
         budget, state_bytes, available = memory.budget, memory.states, memory.available
         logger.info(
             "Memory budget %s (%s): weights %s, profile peak %s, GDN states %s, leaves %s for blocks",
             format_bytes(budget),
             words,
-            format_bytes(taken),
+            format_bytes(non_kv_cache_memory),
             "not measured" if peak is None else format_bytes(peak),
             format_bytes(state_bytes),
             format_bytes(max(0, available)),
@@ -120,15 +120,15 @@ class HPUWorker(WorkerBase):
         if available <= 0:
             raise RuntimeError(
                 f"no memory is left for the block pool: {words} gives {format_bytes(budget)}, of which weights take "
-                f"{format_bytes(taken)}, the profile run {format_bytes(memory.peak)} and the GDN states of "
-                f"{self.scheduler_config.max_num_seqs} slots and {num_staging} staging rows "
+                f"{format_bytes(non_kv_cache_memory)}, the profile run {format_bytes(memory.peak)} and the GDN states "
+                f"of {self.scheduler_config.max_num_seqs} slots and {num_staging} staging rows "
                 f"{format_bytes(state_bytes)}; raise --gpu-memory-utilization or --kv-cache-memory-bytes, or lower "
                 "--max-num-seqs or --max-num-batched-tokens"
                 + ("" if self.mode.on_hpu else " (on a CPU host, raise VLLM_GAUDI_HOST_MEMORY_GIB)")
             )
         return available
 
-    def _spare_block_bytes(self, specs: dict[str, KVCacheSpec]) -> int:
+    def _padding_block_bytes(self, specs: dict[str, KVCacheSpec]) -> int:
         return sum(
             spec.page_size_bytes // spec.block_size * kernel_block_size(spec.block_size)
             for spec in specs.values()

@@ -58,7 +58,7 @@ class ScheduledSequence:
 class PaddingRows:
     """Where padding points: real rows that nobody's result depends on."""
 
-    spare_block: int  # kernel block id
+    padding_block: int  # kernel block id
     zero_row: int  # state row, read by padding
     trash_row: int  # state row, written by padding
     staging_row: int = 0  # the first of the state rows that take the states of boundaries on the way
@@ -188,7 +188,7 @@ class InputBuilder:
         intermediate_saves: Mapping[int, IntermediateSaves],
     ) -> ModelInputs:
         batch, query = bucket.batch, bucket.query
-        spare = self._padding.spare_block
+        spare = self._padding.padding_block
         ids = np.zeros((batch, query), np.int32)
         positions = np.zeros((batch, query), np.int32)
         mapping = np.broadcast_to(spare * self._kernel_block + np.arange(query) % self._kernel_block, (batch, query))
@@ -297,7 +297,7 @@ class InputBuilder:
         self, bucket: DecodeBucket, members: tuple[int, ...], sequences: Sequence[ScheduledSequence]
     ) -> ModelInputs:
         batch = bucket.batch
-        spare = self._padding.spare_block
+        spare = self._padding.padding_block
         positions = np.zeros(bucket.rows, np.int32)
         token_rows = np.full(bucket.rows, self._padding_row, np.int64)
         mapping = (spare * self._kernel_block + np.arange(batch) % self._kernel_block).astype(np.int64)

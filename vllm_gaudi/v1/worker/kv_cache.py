@@ -48,11 +48,11 @@ class CacheGeometry:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the pool holds; the rows behind them are the spare kernel block's."""
+        """Tokens that the pool holds; the rows behind them are the padding kernel block's."""
         return self.num_blocks * self.block_size
 
     @property
-    def spare_block(self) -> int:
+    def padding_block(self) -> int:
         """Kernel block id of the padding block: the last one, which no block of the pool covers."""
         return self.num_kernel_blocks
 
@@ -159,7 +159,7 @@ class KVCaches:
         return sum(t.numel() * t.element_size() for t in (*self.conv_states, *self.ssm_states))
 
     def zero_reserved(self) -> None:
-        """Write zeros over what padding reads and writes: null block, spare kernel block, ZERO and TRASH."""
+        """Write zeros over what padding reads and writes: null block, padding kernel block, ZERO and TRASH."""
         for tensor in (*self.k, *self.v):
             tensor[: self.geometry.block_size].zero_()
             tensor[self.geometry.num_tokens :].zero_()

@@ -17,25 +17,29 @@ CARD_BYTES = 128 * 10**9
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """One rank's memory at start, in bytes. ``given``: of --kv-cache-memory-bytes, None without it."""
+    """One rank's memory at start, in bytes. ``kv_cache_memory_bytes``: of --kv-cache-memory-bytes, None without it."""
 
     total: int  # of the device
-    utilization: float  # share of it that may be used
-    given: int | None
-    taken: int  # gone once the weights are loaded: theirs, and what else the device has given out
+    gpu_memory_utilization: float  # share of it that may be used
+    kv_cache_memory_bytes: int | None
+    non_kv_cache_memory: int  # gone once the weights are loaded: theirs, and what else the device has given out
     peak: int  # of the profile run
     states: int  # slots, reserved and staging rows
-    spare: int  # the spare kernel block
+    padding_block: int  # the padding kernel block
 
     @property
     def budget(self) -> int:
-        return int(self.total * self.utilization) if self.given is None else self.given
+        return (
+            int(self.total * self.gpu_memory_utilization)
+            if self.kv_cache_memory_bytes is None
+            else self.kv_cache_memory_bytes
+        )
 
     @property
     def available(self) -> int:
         """What is left for the block pool; not positive where nothing is."""
-        others = self.taken + self.peak if self.given is None else 0
-        return self.budget - others - self.states - self.spare
+        others = self.non_kv_cache_memory + self.peak if self.kv_cache_memory_bytes is None else 0
+        return self.budget - others - self.states - self.padding_block
 
 
 def blocks_of_conversation(block_size: int, num_cached_groups: int, length: int) -> int:

@@ -19,7 +19,7 @@ GRID = BucketGrid(query_multiple=16, max_query=64, max_batch=6, max_context=100,
 def inputs():
     return InputBuilder(
         GRID,
-        PaddingRows(spare_block=30, zero_row=6, trash_row=7),
+        PaddingRows(padding_block=30, zero_row=6, trash_row=7),
         tiles=None,
         expert_tiles=None,
         with_hints=False,

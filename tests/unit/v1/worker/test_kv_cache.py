@@ -80,7 +80,7 @@ class TestGeometry:
     def test_the_spare_block_is_behind_every_block_of_the_pool(self, kv_config):
         geometry = CacheGeometry.from_config(kv_config)
         last = (geometry.num_blocks - 1) * geometry.kernel_blocks_per_block + geometry.kernel_blocks_per_block - 1
-        assert geometry.spare_block == last + 1
+        assert geometry.padding_block == last + 1
 
     @pytest.mark.parametrize(
         ("groups", "said"),
@@ -143,7 +143,7 @@ class TestTensors:
         caches, _ = build()
         for tensor in (*caches.k, *caches.v):
             is_zero = ~tensor.view(11, -1).isnan().any(1)
-            assert is_zero.nonzero().flatten().tolist() == [0, 1, 10]  # the null block and the spare kernel block
+            assert is_zero.nonzero().flatten().tolist() == [0, 1, 10]  # the null block and the padding kernel block
             kernel_blocks = tensor.view(11, -1)
             assert kernel_blocks[~is_zero].isnan().all() and not kernel_blocks[is_zero].any()
         for tensor in (*caches.conv_states, *caches.ssm_states):

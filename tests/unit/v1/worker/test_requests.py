@@ -350,7 +350,7 @@ def builder() -> InputBuilder:
     grid = BucketGrid(query_multiple=16, max_query=32, max_batch=2, max_context=64, kernel_block=16, max_blocks=8)
     return InputBuilder(
         grid,
-        PaddingRows(spare_block=8, zero_row=2, trash_row=3),
+        PaddingRows(padding_block=8, zero_row=2, trash_row=3),
         tiles=None,
         expert_tiles=None,
         with_hints=False,

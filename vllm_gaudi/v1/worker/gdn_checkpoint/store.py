@@ -26,8 +26,8 @@ class StateZeroer:
     """What a step needs where nothing is cached: fresh pages and slots are zeroed, nothing else moves.
 
     ``k``, ``v``: attention pages by position, [tokens, kv_heads, head], the pool's blocks of ``block_size`` tokens and
-    the spare kernel block behind them; ``conv``, ``ssm``: live state per GDN layer in group order, [rows, ...]; all are
-    aliased and mutated. ``num_blocks`` of the pool.
+    the padding kernel block behind them; ``conv``, ``ssm``: live state per GDN layer in group order, [rows, ...]; all
+    are aliased and mutated. ``num_blocks`` of the pool.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class GDNCheckpointStore(StateZeroer):
 
 
 def _pages(cache: torch.Tensor, num_blocks: int, block_size: int) -> torch.Tensor:
-    """[num_blocks, page_words] int32 over one K or V tensor, without its spare kernel block."""
+    """[num_blocks, page_words] int32 over one K or V tensor, without its padding kernel block."""
     return cache[: num_blocks * block_size].view(num_blocks, -1).view(torch.int32)
 
 

@@ -103,7 +103,7 @@ def test_a_save_changes_the_blocks_of_its_groups_alone(parts: dict) -> None:
     after = snapshot(parts)
     assert changed_rows(before, after, "conv") == changed_rows(before, after, "ssm") == [set()] * 3
     rows = {block: set(range(block * BLOCK, (block + 1) * BLOCK)) for block in (2, 3)}
-    # Group 0 has layers at both positions, group 1 at the first alone; the spare kernel block never changes.
+    # Group 0 has layers at both positions, group 1 at the first alone; the padding kernel block never changes.
     for name in ("k", "v"):
         first, second = changed_rows(before, after, name)
         assert first <= rows[2] | rows[3] and second <= rows[2]
