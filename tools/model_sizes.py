@@ -123,7 +123,7 @@ class Geometry:
 
 
 def grid(block: int, serving: Serving = DEFAULT_SERVING) -> BucketGrid:
-    """The ladders that an engine with these flags has, on a pool that never limits them."""
+    """The buckets that an engine with these flags has, on a pool that never limits them."""
     return BucketGrid(
         query_multiple=PREFILL_ROW_TILE,
         max_query=serving.max_num_batched_tokens,

@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm_gaudi import device, envs
 from vllm_gaudi.bucketing.grid import CONFIG_KEYS, PREFILL_ROW_TILE
-from vllm_gaudi.bucketing.strategy import explicit
+from vllm_gaudi.bucketing.strategy import user_buckets
 
 SUPPORTED_ARCHITECTURES: tuple[str, ...] = (
     "Qwen3NextForCausalLM",
@@ -123,7 +123,7 @@ def _illegal_buckets(config: Config) -> str:
         if steps is not None:
             multiple = PREFILL_ROW_TILE if key == "prefill_query_buckets" else 1
             try:
-                explicit(key, steps, multiple, sys.maxsize)
+                user_buckets(key, steps, multiple, sys.maxsize)
             except ValueError as error:
                 found.append(str(error))
     return "; ".join(found)

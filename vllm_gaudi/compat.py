@@ -55,7 +55,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         symbol="torch._dynamo.config.{recompile_limit,accumulated_recompile_limit}",
-        symptom="with compiled layers, all but the first eight shapes of the bucket ladder run eagerly",
+        symptom="with compiled layers, all but the first eight shapes of the bucket grid run eagerly",
         cause="dynamo counts compilations per code object, which all layers of a class and all buckets share, and "
         "torch.compile takes no limit as an argument",
         versions="torch 2.13",
@@ -64,7 +64,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         symbol="the class of each vllm Attention instance",
-        symptom="each attention layer has compiled graphs of its own, for every shape of the bucket ladder",
+        symptom="each attention layer has compiled graphs of its own, for every shape of the bucket grid",
         cause="vLLM's attention looks itself up by its name in the forward's context, which a compiler takes for a "
         "constant; unlike its linear, norm, rotary and GDN layers it has no `register_oot`",
         versions="vLLM 0.30",

@@ -61,7 +61,7 @@ class EnvVar:
 
 
 TABLE: dict[str, EnvVar] = {
-    "VLLM_SKIP_WARMUP": EnvVar(False, _flag, "Skip the warm-up over the bucket ladder at start."),
+    "VLLM_SKIP_WARMUP": EnvVar(False, _flag, "Skip the warm-up over the bucket grid at start."),
     "VLLM_COMPACT_GDN": EnvVar(
         True, _flag, "Keep live GDN state in per-request slots. 0 asks for the per-block layout, which is refused."
     ),

@@ -71,7 +71,7 @@ def prompt_of(length: int) -> list[int]:
 
 @dataclass
 class Reference:
-    """What each prompt of ``model`` gives alone, in one chunk, asynchronously, with the default ladders."""
+    """What each prompt of ``model`` gives alone, in one chunk, asynchronously, with the default buckets."""
 
     model: Model
     path: Any
@@ -202,7 +202,7 @@ def test_no_budget_of_at_least_a_chunk_changes_a_bit(reference, budget, schedule
         assert model.name == "qwen3" or all(end % model.chunk == 0 for end in ends())
 
 
-# No step in common with the default ladders, apart from the tops, which are the engine's limits.
+# No step in common with the default buckets, apart from the tops, which are the engine's limits.
 OTHER_LADDERS = {
     "prefill_batch_buckets": [1, 3],
     "prefill_query_buckets": [192, 320],
@@ -212,7 +212,7 @@ OTHER_LADDERS = {
 }
 
 VARIANTS: dict[str, Callable[[Model], dict[str, Any]]] = {
-    "other ladders": lambda model: {"additional_config": OTHER_LADDERS, "max_num_seqs": 9},
+    "other buckets": lambda model: {"additional_config": OTHER_LADDERS, "max_num_seqs": 9},
     "two sequences and a threshold": lambda model: {
         "max_num_seqs": 2,
         "long_prefill_token_threshold": int(2.5 * model.chunk),
@@ -230,7 +230,7 @@ def test_neither_buckets_nor_limits_change_a_bit(reference, variant):
     model = reference.model
     with reference.open(**{"max_num_batched_tokens": WHOLE, **VARIANTS[variant](model)}) as opened:
         assert different(reference, alone(opened, [max(model.lengths)])) == []
-        if variant == "other ladders":
+        if variant == "other buckets":
             assert not opened.runner.graphs.cold_shapes & reference.shapes, "the variant runs the reference's shapes"
         assert different(reference, together(opened, model.lengths)) == []
 
@@ -247,7 +247,7 @@ def test_exact_shapes_change_no_bit_of_a_tiny_model_whatever_the_budget(referenc
         assert bool(cut) == (model.name != "qwen3" and model.chunk == 64)
         shapes = opened.runner.graphs.cold_shapes
         rows = {rows for kind, rows, *_ in shapes if kind == "prefill"}
-        assert chunks or rows - {64, 128, 256, 512}, "a length that no ladder has"
+        assert chunks or rows - {64, 128, 256, 512}, "a length that no buckets has"
         decodes = {batch for kind, _, batch, *_ in shapes if kind == "decode"}
         assert decodes >= {1, 2} and (chunks == 1 or decodes >= {3, 6})
 

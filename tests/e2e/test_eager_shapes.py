@@ -112,7 +112,7 @@ def test_no_shape_outside_the_graphs_is_new_after_warm_up(checkpoint):
     }
     assert found["new"] == []
 
-    # Penalties are seldom asked for and not warmed up; but their sizes are steps of ladders, too.
+    # Penalties are seldom asked for and not warmed up; but their sizes are steps of buckets, too.
     rows, vocabulary, lengths = {1, 2, 4, 6}, {512, 513}, {128, 256, 512, 640}
     sizes = {int(size) for line in found["penalties"] for size in re.findall(r"\d+", line.split(maxsplit=1)[1])}
     assert sizes & lengths - vocabulary and sizes <= rows | vocabulary | lengths, sizes
@@ -120,7 +120,7 @@ def test_no_shape_outside_the_graphs_is_new_after_warm_up(checkpoint):
 
 @pytest.mark.slow
 def test_rows_as_many_as_requests_would_be_new_shapes(checkpoint):
-    """The fault switch: a batch without its ladder."""
+    """The fault switch: a batch without its buckets."""
     fault = "from vllm_gaudi.v1.worker.sampling_rows import SamplingRows\nSamplingRows.rows_of = lambda self, n: n\n"
     found = facts_of(checkpoint, SCRIPT.replace("FLAGS = ", fault + "FLAGS = "), ways=1, warms_up=False)
     assert "aten.argmax.default [(3, 512)]" in found["new"]

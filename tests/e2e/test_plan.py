@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "vLLM's own": ("q35_dense", {"enable_sleep_mode": True}, {}),
     "no memory": ("q35_dense", {"kv_cache_memory_bytes": 1000}, {}),
     "too long": ("q35_dense", {"kv_cache_memory_bytes": 4 * MIB, "max_model_len": 8192}, {}),
-    "ladder": ("q35_dense", {"additional_config": {"prefill_query_buckets": [100]}}, {}),
+    "buckets": ("q35_dense", {"additional_config": {"prefill_query_buckets": [100]}}, {}),
     "retention": ("q35_dense", {"prefix_cache_retention_interval": 100}, {}),
 }
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warm-up and the ladders: after warm-up the model is given no shape that it has not seen.
+"""Warm-up and the buckets: after warm-up the model is given no shape that it has not seen.
 
 Owns: the count of shapes, taken from what the model itself receives (a hook on its forward, and its logits product),
-not from the runner's own books; ladders from the configuration; what warm-up may leave behind (nothing).
-Never: bits across ladders (``test_determinism``), or the ladder arithmetic (unit tests of ``bucketing``).
+not from the runner's own books; buckets from the configuration; what warm-up may leave behind (nothing).
+Never: bits across buckets (``test_determinism``), or the buckets arithmetic (unit tests of ``bucketing``).
 
-Ordering rule: warm-up really runs here, so each engine has a small ladder.
+Ordering rule: warm-up really runs here, so each engine has a small buckets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
 pytestmark = pytest.mark.execution_mode("hpu_like")
 
 SMALL = {"max_model_len": 192, "max_num_batched_tokens": 128, "max_num_seqs": 5, "num_gpu_blocks_override": 90}
-"""A ladder of a few dozen shapes: three steps in each dimension."""
+"""A list of buckets of a few dozen shapes: three steps in each dimension."""
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,7 @@ def random_load(opened: Engine, num_requests: int = 60, longest: int = 180) -> N
     opened.drain()
 
 
-# The ladder is all there is
+# The buckets is all there is
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,9 @@ def test_a_budget_above_the_longest_prompt_starts(length, budget, checkpoint, mo
         assert len(answer.tokens) == 8
 
 
-# Ladders from --additional-config
+# Buckets from --additional-config
 
-LADDERS = {
+USER_BUCKETS = {
     "prefill_batch_buckets": [1, 2],
     "prefill_query_buckets": [128],
     "prefill_block_buckets": [5, 9],
@@ -184,10 +184,10 @@ LADDERS = {
 
 def test_a_configured_ladder_is_obeyed(checkpoint, seen):
     flags = {**SMALL, "max_num_batched_tokens": 192}
-    with engine(checkpoint("q35_dense"), **flags, additional_config=LADDERS) as opened:
+    with engine(checkpoint("q35_dense"), **flags, additional_config=USER_BUCKETS) as opened:
         (shapes,) = seen
         grid = opened.runner.step.grid
-        # The top of each ladder is the engine's limit, whatever the configuration says.
+        # The top of each buckets is the engine's limit, whatever the configuration says.
         assert grid.prefill_batches == (1, 2, 4)
         assert grid.prefill_queries == (128, 192)
         assert grid.prefill_blocks == (5, 9, 12)
@@ -203,7 +203,7 @@ def test_a_configured_ladder_is_obeyed(checkpoint, seen):
 
 
 @pytest.mark.parametrize(
-    "ladder",
+    "buckets",
     [
         {"prefill_batch_buckets": [2, 4]},
         {"prefill_batch_buckets": [3]},
@@ -214,8 +214,8 @@ def test_a_configured_ladder_is_obeyed(checkpoint, seen):
     ],
     ids=str,
 )
-def test_any_legal_ladder_starts_and_covers_the_load(ladder, checkpoint, seen):
-    with engine(checkpoint("llama"), **SMALL, additional_config=ladder) as opened:
+def test_any_legal_ladder_starts_and_covers_the_load(buckets, checkpoint, seen):
+    with engine(checkpoint("llama"), **SMALL, additional_config=buckets) as opened:
         (shapes,) = seen
         shapes.forwards.clear()
         random_load(opened, num_requests=20)
@@ -224,7 +224,7 @@ def test_any_legal_ladder_starts_and_covers_the_load(ladder, checkpoint, seen):
 
 
 @pytest.mark.parametrize(
-    ("ladder", "sentence"),
+    ("buckets", "sentence"),
     [
         ({"prefill_query_buckets": [64, 100]}, "prefill_query_buckets has 100; .* positive multiple of 64"),
         ({"prefill_query_buckets": [0]}, "prefill_query_buckets has 0; .* positive multiple of 64"),
@@ -238,9 +238,9 @@ def test_any_legal_ladder_starts_and_covers_the_load(ladder, checkpoint, seen):
     ],
     ids=str,
 )
-def test_an_illegal_ladder_is_refused_with_a_sentence(ladder, sentence, checkpoint):
+def test_an_illegal_ladder_is_refused_with_a_sentence(buckets, sentence, checkpoint):
     with pytest.raises((ValueError, RuntimeError), match=sentence):
-        Engine(checkpoint("llama"), **SMALL, additional_config=ladder)
+        Engine(checkpoint("llama"), **SMALL, additional_config=buckets)
 
 
 # Warm-up leaves no trace

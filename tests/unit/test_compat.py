@@ -204,7 +204,7 @@ def test_an_accelerator_that_works_is_left_alone(monkeypatch, accelerator):
 
 
 def test_dynamo_s_limit_is_below_the_ladder():
-    """Eight shapes of one function; a small engine's ladder has some dozens, and every layer of a kind counts."""
+    """Eight shapes of one function; a small engine's buckets has some dozens, and every layer of a kind counts."""
     import torch._dynamo.config as config
 
     names = ("recompile_limit", "accumulated_recompile_limit")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the target models need, as tables: block sizes, state rows, memory, ladders, and the commands that serve them.
+"""What the target models need, as tables: block sizes, state rows, memory, buckets, and the commands that serve them.
 
 Owns: the dimensions of the target models. Never: their arithmetic, which is ``tools/model_sizes.py``'s.
 
@@ -103,7 +103,7 @@ def memory() -> str:
     return table((*head, *(f"pool on {card // GB} GB, tokens" for card in CARDS)), rows, range(1, 9))
 
 
-LADDERS = {
+USER_BUCKETS = {
     "prefill_batch_buckets": ("sequences in a prefill forward", "prefill_batches"),
     "prefill_query_buckets": ("tokens per sequence in a prefill forward, padding included", "prefill_queries"),
     "prefill_block_buckets": ("kernel blocks of context per sequence in a prefill forward", "prefill_blocks"),
@@ -113,15 +113,15 @@ LADDERS = {
 
 
 def additional_config() -> str:
-    ladders = grid(Geometry(QWEN35_27B, 1).block)
+    buckets = grid(Geometry(QWEN35_27B, 1).block)
     rows = []
     for key in CONFIG_KEYS:
-        meaning, attribute = LADDERS[key]
-        rows.append((code(key), meaning, ", ".join(str(step) for step in getattr(ladders, attribute))))
-    shapes = len(ladders.all_prefill()), len(ladders.all_decode())
+        meaning, attribute = USER_BUCKETS[key]
+        rows.append((code(key), meaning, ", ".join(str(step) for step in getattr(buckets, attribute))))
+    shapes = len(buckets.all_prefill()), len(buckets.all_decode())
     return (
         table(("key", "sizes of", "default"), rows)
-        + f"\nThe ladders are those of {QWEN35_27B.name} with `--max-model-len {DEFAULT_SERVING.max_model_len}`, "
+        + f"\nThe buckets are those of {QWEN35_27B.name} with `--max-model-len {DEFAULT_SERVING.max_model_len}`, "
         f"`--max-num-seqs {DEFAULT_SERVING.max_num_seqs}` and `--max-num-batched-tokens "
         f"{DEFAULT_SERVING.max_num_batched_tokens}`, in a pool large enough for all of them; they give {shapes[0]} "
         f"prefill and {shapes[1]} decode shapes.\n"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bucket grid: every shape that the model may be given, known before the first request. Standard library only.
 
-Owns: the ladders of the four dimensions (prefill batch, query tokens, context blocks, decode batch and blocks), and the
+Owns: the buckets of the four dimensions (prefill batch, query tokens, context blocks, decode batch and blocks), and the
 choice of the bucket for a given need.
 Never: tensors, requests, or a shape made up at run time.
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from vllm_gaudi.bucketing.strategy import doubling, explicit, round_up, smallest_at_least
+from vllm_gaudi.bucketing.strategy import exponential_buckets, round_up, round_up_to_bucket, user_buckets
 
 MIN_ROWS = 16
 """Fewest token rows given to a matrix product (few rows change its result on a CPU)."""
@@ -43,7 +43,7 @@ CONFIG_KEYS = (
     "decode_batch_buckets",
     "decode_block_buckets",
 )
-"""Keys of ``--additional-config`` that replace a ladder, each a list of integers."""
+"""Keys of ``--additional-config`` that replace a list of buckets, each a list of integers."""
 
 
 @dataclass(frozen=True, order=True)
@@ -101,11 +101,15 @@ class RowTiles:
 def decode_batch_buckets(max_batch: int, overrides: Mapping[str, Any]) -> tuple[int, ...]:
     """Sequences of a decode forward, which are also the sizes that sampling runs in: the user's, or powers of two."""
     values = overrides.get("decode_batch_buckets")
-    return doubling(1, max_batch) if values is None else explicit("decode_batch_buckets", values, 1, max_batch)
+    return (
+        exponential_buckets(1, max_batch)
+        if values is None
+        else user_buckets("decode_batch_buckets", values, 1, max_batch)
+    )
 
 
 class BucketGrid:
-    """The ladders of one engine.
+    """The buckets of one engine.
 
     ``query_multiple`` tokens: a multiple of the GDN chunk and of the row tile; ``max_query`` tokens, ``max_batch``
     sequences, ``max_context`` tokens: the engine's limits; ``kernel_block`` tokens; ``block_size``: B tokens where GDN
@@ -133,21 +137,25 @@ class BucketGrid:
         row_blocks = -(-max_context // kernel_block)
         all_blocks = max(row_blocks, min(row_blocks * max_batch, max_blocks, MOST_DECODE_TOKENS // kernel_block))
 
-        def ladder(key: str, default: Sequence[int], multiple: int, highest: int) -> tuple[int, ...]:
+        def buckets(key: str, default: Sequence[int], multiple: int, highest: int) -> tuple[int, ...]:
             values = chosen.pop(key, None)
-            return tuple(default) if values is None else explicit(key, values, multiple, highest)
+            return tuple(default) if values is None else user_buckets(key, values, multiple, highest)
 
         # A batch of one is always there: the longest prompts share a forward with nobody.
-        batches = ladder("prefill_batch_buckets", (1, min(4, max_batch)), 1, min(4, max_batch))
+        batches = buckets("prefill_batch_buckets", (1, min(4, max_batch)), 1, min(4, max_batch))
         self.prefill_batches = tuple(sorted({1, *batches}))
-        self.prefill_queries = ladder(
-            "prefill_query_buckets", doubling(query_multiple, top_query), query_multiple, top_query
+        self.prefill_queries = buckets(
+            "prefill_query_buckets", exponential_buckets(query_multiple, top_query), query_multiple, top_query
         )
         first_context = min(row_blocks, max(1, query_multiple // kernel_block))
-        self.prefill_blocks = ladder("prefill_block_buckets", doubling(first_context, row_blocks), 1, row_blocks)
+        self.prefill_blocks = buckets(
+            "prefill_block_buckets", exponential_buckets(first_context, row_blocks), 1, row_blocks
+        )
         self.decode_batches = decode_batch_buckets(max_batch, chosen)
         first_blocks = min(all_blocks, max(1, MIN_ROWS // 2))
-        self.decode_blocks = ladder("decode_block_buckets", doubling(first_blocks, all_blocks), 1, all_blocks)
+        self.decode_blocks = buckets(
+            "decode_block_buckets", exponential_buckets(first_blocks, all_blocks), 1, all_blocks
+        )
         self.max_prefill_rows = top_query
 
     def prefill(self, batch: int, query: int, context: int, keeps_intermediate: bool = False) -> PrefillBucket:
@@ -184,9 +192,9 @@ class BucketGrid:
             blocks=self._step(self.decode_blocks, blocks),
         )
 
-    def _step(self, ladder: Sequence[int], value: int, multiple: int = 1) -> int:
-        """The size of the ladder that holds ``value``; it is a multiple of ``multiple``."""
-        return smallest_at_least(ladder, value)
+    def _step(self, buckets: Sequence[int], value: int, multiple: int = 1) -> int:
+        """The size of the buckets that holds ``value``; it is a multiple of ``multiple``."""
+        return round_up_to_bucket(buckets, value)
 
     def fits_one_forward(self, batch: int, query: int, shortest: int | None = None) -> bool:
         """Whether ``batch`` sequences of ``shortest`` to ``query`` tokens share a prefill forward."""
@@ -195,7 +203,7 @@ class BucketGrid:
     def _fits_as_listed(self, batch: int, query: int) -> bool:
         if batch > self.prefill_batches[-1]:
             return False
-        padded = smallest_at_least(self.prefill_batches, batch) * smallest_at_least(self.prefill_queries, query)
+        padded = round_up_to_bucket(self.prefill_batches, batch) * round_up_to_bucket(self.prefill_queries, query)
         return batch == 1 or padded <= self.max_prefill_rows
 
     def all_prefill(self) -> list[PrefillBucket]:
@@ -204,7 +212,7 @@ class BucketGrid:
         for query in self.prefill_queries:
             shorter = [step for step in self.prefill_queries if step < query]
             least_query = shorter[-1] + 1 if shorter else 1
-            least_blocks = smallest_at_least(self.prefill_blocks, -(-least_query // self.kernel_block))
+            least_blocks = round_up_to_bucket(self.prefill_blocks, -(-least_query // self.kernel_block))
             for batch in self.prefill_batches:
                 if not self._fits_as_listed(batch, query):
                     continue
@@ -223,10 +231,10 @@ class BucketGrid:
         found = set()
         for batch in self.decode_batches:
             smaller = [step for step in self.decode_batches if step < batch]
-            least = smallest_at_least(
+            least = round_up_to_bucket(
                 self.decode_blocks, min(smaller[-1] + 1 if smaller else 1, self.decode_blocks[-1])
             )
-            most = smallest_at_least(self.decode_blocks, min(batch * row_blocks, self.decode_blocks[-1]))
+            most = round_up_to_bucket(self.decode_blocks, min(batch * row_blocks, self.decode_blocks[-1]))
             found |= {DecodeBucket(batch, blocks) for blocks in self.decode_blocks if least <= blocks <= most}
         return sorted(found, key=lambda bucket: (bucket.batch, bucket.blocks), reverse=True)
 
@@ -234,9 +242,9 @@ class BucketGrid:
 class ExactGrid(BucketGrid):
     """The grid of a process that compiles nothing: a shape is what is needed, up to the largest bucket."""
 
-    def _step(self, ladder: Sequence[int], value: int, multiple: int = 1) -> int:
-        """``value``, rounded up to ``multiple`` where the ladder's top allows it."""
-        return min(super()._step(ladder, value), round_up(value, multiple))
+    def _step(self, buckets: Sequence[int], value: int, multiple: int = 1) -> int:
+        """``value``, rounded up to ``multiple`` where the buckets' top allows it."""
+        return min(super()._step(buckets, value), round_up(value, multiple))
 
     def fits_one_forward(self, batch: int, query: int, shortest: int | None = None) -> bool:
         """As in a ``BucketGrid``, and none of them is padded for the others."""

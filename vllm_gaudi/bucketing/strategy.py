@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ladders: how far apart the sizes of one dimension stand. Standard library only.
+"""Buckets: how far apart the sizes of one dimension stand. Standard library only.
 
-Owns: how a ladder is made and how one is read from configuration.
+Owns: how a list of buckets is made and how one is read from configuration.
 Never: which dimensions exist (``grid``), or what a size means.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def doubling(lowest: int, highest: int) -> tuple[int, ...]:
+def exponential_buckets(lowest: int, highest: int) -> tuple[int, ...]:
     """``lowest``, its doubles below ``highest``, and ``highest`` itself. Raises ValueError unless 0 < lowest."""
     if lowest <= 0:
-        raise ValueError(f"a ladder starts above zero, not at {lowest}")
+        raise ValueError(f"a list of buckets starts above zero, not at {lowest}")
     steps = [lowest]
     while steps[-1] * 2 < highest:
         steps.append(steps[-1] * 2)
@@ -22,8 +22,9 @@ def doubling(lowest: int, highest: int) -> tuple[int, ...]:
     return tuple(steps)
 
 
-def explicit(name: str, values: Sequence[int], multiple: int, highest: int) -> tuple[int, ...]:
-    """A ladder given by the user: sorted, each a positive multiple of ``multiple``, topped up with ``highest``.
+def user_buckets(name: str, values: Sequence[int], multiple: int, highest: int) -> tuple[int, ...]:
+    """A list of buckets given by the user: sorted, each a positive multiple of ``multiple``, topped up with
+    ``highest``.
 
     Raises ValueError that names ``name``, the value and the legal values.
     """
@@ -40,9 +41,9 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def smallest_at_least(ladder: Sequence[int], value: int) -> int:
-    """The first step that holds ``value``. Raises RuntimeError when the ladder ends below it."""
-    for step in ladder:
+def round_up_to_bucket(buckets: Sequence[int], value: int) -> int:
+    """The first step that holds ``value``. Raises RuntimeError when the buckets ends below it."""
+    for step in buckets:
         if step >= value:
             return step
-    raise RuntimeError(f"a size of {value} is above the top of the ladder {tuple(ladder)}")
+    raise RuntimeError(f"a size of {value} is above the top of the buckets {tuple(buckets)}")

@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
 
 @st.composite
 def limits(draw: Any) -> dict[str, Any]:
-    """Limits of an engine, with a ladder of the user's in some dimensions."""
+    """Limits of an engine, with a list of buckets of the user's in some dimensions."""
     query_multiple = draw(st.sampled_from((16, 64)))
     max_context = draw(st.integers(1, 3000))
     found = {
@@ -121,7 +121,7 @@ def test_an_exact_grid_pads_no_sequence_for_another():
 
 
 def test_an_exact_grid_keeps_no_more_boundaries_in_a_forward_than_the_listed_buckets_do():
-    """Two prompts of 64 rows would need four staging rows where the ladder has three: its two are padded to four."""
+    """Two prompts of 64 rows would need four staging rows where the buckets has three: its two are padded to four."""
     limits = {"query_multiple": 64, "max_query": 112, "max_batch": 8, "max_context": 512, "kernel_block": 16}
     grid = ExactGrid(**limits, max_blocks=90, block_size=48)
     assert grid.num_staging == BucketGrid(**limits, max_blocks=90, block_size=48).num_staging == 3
@@ -237,7 +237,7 @@ def test_beyond_the_limits_there_is_no_bucket(ask, size):
 
 
 @pytest.mark.parametrize(
-    ("key", "steps", "attribute", "ladder"),
+    ("key", "steps", "attribute", "buckets"),
     [
         ("prefill_batch_buckets", [2], "prefill_batches", (1, 2, 4)),  # one is always there
         ("prefill_batch_buckets", [1, 2, 3, 9], "prefill_batches", (1, 2, 3, 4)),
@@ -247,10 +247,10 @@ def test_beyond_the_limits_there_is_no_bucket(ask, size):
         ("decode_block_buckets", [10], "decode_blocks", (10, 20)),
     ],
 )
-def test_a_ladder_of_the_users_replaces_ours_and_is_topped_up(key, steps, attribute, ladder):
+def test_a_ladder_of_the_users_replaces_ours_and_is_topped_up(key, steps, attribute, buckets):
     default, grid = BucketGrid(**SMALL), BucketGrid(**SMALL, overrides={key: steps})
     for name in ("prefill_batches", "prefill_queries", "prefill_blocks", "decode_batches", "decode_blocks"):
-        assert getattr(grid, name) == (ladder if name == attribute else getattr(default, name))
+        assert getattr(grid, name) == (buckets if name == attribute else getattr(default, name))
 
 
 @pytest.mark.parametrize("key", CONFIG_KEYS)

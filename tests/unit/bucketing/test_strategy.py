@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ladders: how they are made, how one given by the user is read, and how a step is found."""
+"""Buckets: how they are made, how one given by the user is read, and how a step is found."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_gaudi.bucketing.strategy import doubling, explicit, round_up, smallest_at_least
+from vllm_gaudi.bucketing.strategy import exponential_buckets, round_up, round_up_to_bucket, user_buckets
 
 sizes = st.integers(1, 5000)
 
 
 @pytest.mark.parametrize(
-    ("lowest", "highest", "ladder"),
+    ("lowest", "highest", "buckets"),
     [
         (1, 1, (1,)),
         (1, 2, (1, 2)),
@@ -25,26 +25,26 @@ sizes = st.integers(1, 5000)
         (3, 50, (3, 6, 12, 24, 48, 50)),
     ],
 )
-def test_doubling(lowest, highest, ladder):
-    assert doubling(lowest, highest) == ladder
+def test_doubling(lowest, highest, buckets):
+    assert exponential_buckets(lowest, highest) == buckets
 
 
 @given(sizes, sizes)
 def test_doubling_starts_and_ends_where_it_should_and_never_leaps(first, second):
     lowest, highest = sorted((first, second))
-    ladder = doubling(lowest, highest)
-    assert ladder[0] == lowest and ladder[-1] == highest
-    assert all(low < high <= 2 * low for low, high in zip(ladder, ladder[1:], strict=False))
+    buckets = exponential_buckets(lowest, highest)
+    assert buckets[0] == lowest and buckets[-1] == highest
+    assert all(low < high <= 2 * low for low, high in zip(buckets, buckets[1:], strict=False))
 
 
 @pytest.mark.parametrize("lowest", [0, -1])
 def test_doubling_of_nothing_would_never_end(lowest):
     with pytest.raises(ValueError, match=f"not at {lowest}"):
-        doubling(lowest, 8)
+        exponential_buckets(lowest, 8)
 
 
 @pytest.mark.parametrize(
-    ("values", "multiple", "highest", "ladder"),
+    ("values", "multiple", "highest", "buckets"),
     [
         ([], 1, 8, (8,)),
         ([8], 1, 8, (8,)),
@@ -55,14 +55,14 @@ def test_doubling_of_nothing_would_never_end(lowest):
         ((2, 4), 2, 6, (2, 4, 6)),
     ],
 )
-def test_an_explicit_ladder_is_sorted_cut_and_topped_up(values, multiple, highest, ladder):
-    assert explicit("steps", values, multiple, highest) == ladder
+def test_an_explicit_ladder_is_sorted_cut_and_topped_up(values, multiple, highest, buckets):
+    assert user_buckets("steps", values, multiple, highest) == buckets
 
 
 @pytest.mark.parametrize("value", [0, -64, 65, 64.0, "64", True, None, [64]])
 def test_an_explicit_step_that_is_wrong_is_refused_with_name_value_and_what_is_legal(value):
     with pytest.raises(ValueError, match="prefill_query_buckets has") as error:
-        explicit("prefill_query_buckets", [64, value], 64, 256)
+        user_buckets("prefill_query_buckets", [64, value], 64, 256)
     text = str(error.value)
     assert text.startswith(f"prefill_query_buckets has {value!r};")
     assert "positive multiple of 64" in text
@@ -70,7 +70,7 @@ def test_an_explicit_step_that_is_wrong_is_refused_with_name_value_and_what_is_l
 
 def test_a_ladder_that_is_no_list_is_refused_by_name():
     with pytest.raises(ValueError, match="decode_batch_buckets"):
-        explicit("decode_batch_buckets", 8, 1, 16)
+        user_buckets("decode_batch_buckets", 8, 1, 16)
 
 
 @given(sizes, sizes)
@@ -82,11 +82,11 @@ def test_round_up(value, multiple):
 
 @given(st.lists(sizes, min_size=1, unique=True), sizes)
 def test_the_smallest_step_that_holds_a_value(values, value):
-    ladder = sorted(values)
-    if value > ladder[-1]:
+    buckets = sorted(values)
+    if value > buckets[-1]:
         with pytest.raises(RuntimeError, match=f"a size of {value} is above the top"):
-            smallest_at_least(ladder, value)
+            round_up_to_bucket(buckets, value)
     else:
-        found = smallest_at_least(ladder, value)
+        found = round_up_to_bucket(buckets, value)
         assert found >= value
-        assert all(step < value for step in ladder if step < found)
+        assert all(step < value for step in buckets if step < found)

@@ -231,7 +231,7 @@ def test_the_dimensions_are_those_of_transformers_defaults():
 
 
 def test_every_configuration_key_has_its_meaning():
-    assert set(sizes.LADDERS) == set(CONFIG_KEYS)
+    assert set(sizes.USER_BUCKETS) == set(CONFIG_KEYS)
 
 
 def test_every_symbol_of_the_contract_with_vllm_has_its_place():

@@ -257,7 +257,7 @@ class _BoundaryStates:
 
 
 def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
-    """(I + A)^-1 for strictly lower triangular A [B, C, C] float32, by block doubling. Nothing is mutated.
+    """(I + A)^-1 for strictly lower triangular A [B, C, C] float32, by block exponential_buckets. Nothing is mutated.
 
     Diagonal blocks of at most 16 rows (the largest divisor of C that leaves a power of two; an odd factor above 16
     stays whole) are inverted by forward substitution, then neighbours are merged: the corner of [[L1, 0], [A21, L2]]^-1

@@ -115,7 +115,7 @@ def recurrent_gated_delta_rule(
 
 
 def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
-    """(I + A)^-1 for strictly lower triangular A [..., C, C], by block doubling with whole C x C products.
+    """(I + A)^-1 for strictly lower triangular A [..., C, C], by block exponential_buckets with whole C x C products.
 
     With X the inverses of the diagonal blocks of size s, X <- X - X A_s X inverts those of size 2s, where A_s keeps the
     part of A that couples the two halves of each 2s block. The masks are constants: no slicing, which the MME has no

@@ -83,8 +83,8 @@ class PagedDecodeAttention(Protocol):
     zeros.
 
     Returns [R, H, D] in q.dtype. Nothing is mutated. Each entry gives (maximum, sum, weighted values); then log2(F)
-    doubling steps merge entry i with entry i + 2^s of the same row. So the order of merging depends on the offset
-    inside the row alone, and a row's bits depend neither on the other rows nor on R and F.
+    exponential_buckets steps merge entry i with entry i + 2^s of the same row. So the order of merging depends on the
+    offset inside the row alone, and a row's bits depend neither on the other rows nor on R and F.
     """
 
     def __call__(

@@ -30,7 +30,7 @@ logger = init_logger("vllm.vllm_gaudi.graphs")
 Shape = tuple[str, int, int, int, int]
 
 MOST_GRAPHS = 1 << 16
-"""Compilations that dynamo may keep: far above the ladder times the layers of any model."""
+"""Compilations that dynamo may keep: far above the buckets times the layers of any model."""
 
 
 MOST_COLD_SHAPES = 1 << 14

@@ -128,7 +128,7 @@ class InputBuilder:
     # Which rows run together
 
     def _decode_batches(self, step: StepRequests, members: np.ndarray) -> Iterator[list[int]]:
-        """Cut the decoding rows where the block ladder ends: shared blocks count once for each reader."""
+        """Cut the decoding rows where the block buckets ends: shared blocks count once for each reader."""
         batch: list[int] = []
         blocks = 0
         for i in members.tolist():

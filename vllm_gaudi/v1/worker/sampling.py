@@ -63,23 +63,23 @@ class SampledStep:
 
 
 class SamplingState:
-    """Sampling rows, as many as a step of ``row_ladder``, whose last one is the most requests of a step."""
+    """Sampling rows, as many as a step of ``row_buckets``, whose last one is the most requests of a step."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, row_ladder: Sequence[int]):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, row_buckets: Sequence[int]):
         model_config = vllm_config.model_config
         processors = model_config.logits_processors or ()
         self._device = device
         self._vocab_size = model_config.get_vocab_size()
-        self._row_ladder = tuple(row_ladder)
+        self._row_buckets = tuple(row_buckets)
         self.sampler = RowSampler(
             model_config.max_model_len,
             logprobs_mode=model_config.logprobs_mode,
             use_fp64_gumbel=model_config.use_fp64_gumbel,
         )
-        self.logit_rows = LogitRows(self._row_ladder[-1], device)
+        self.logit_rows = LogitRows(self._row_buckets[-1], device)
         self._batch = SamplingRows(
-            self._row_ladder,
-            max_num_reqs=self._row_ladder[-1],
+            self._row_buckets,
+            max_num_reqs=self._row_buckets[-1],
             max_model_len=model_config.max_model_len,
             max_num_batched_tokens=1,
             device=device,
@@ -147,7 +147,7 @@ class SamplingState:
 
         ``logit_rows`` has been given logits of the model once.
         """
-        for rows in self._row_ladder if run_all else self._row_ladder[-1:]:
+        for rows in self._row_buckets if run_all else self._row_buckets[-1:]:
             for metadata in self._plain_metadata(rows):
                 self.sampler(logits=self.logit_rows.take((), rows), sampling_metadata=metadata)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's input batch and sampler at sizes from ladders, so that sampling asks for shapes that are known beforehand.
+"""vLLM's input batch and sampler at sizes from buckets, so that sampling asks for shapes that are known beforehand.
 
 Owns: how many rows are sampled for n requests, what the rows behind them ask for (nothing), the lengths that penalties
 are given prompts and outputs in, and the logits of a step's sampling rows while its forwards run.
@@ -23,7 +23,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from vllm_gaudi.bucketing.strategy import doubling, smallest_at_least
+from vllm_gaudi.bucketing.strategy import exponential_buckets, round_up_to_bucket
 from vllm_gaudi.device import upload
 
 SHORTEST_TEXT = 128
@@ -32,14 +32,14 @@ SHORTEST_TEXT = 128
 
 def text_lengths(max_model_len: int) -> tuple[int, ...]:
     """Lengths in tokens that prompts and outputs are padded to."""
-    return doubling(min(SHORTEST_TEXT, max_model_len), max_model_len)
+    return exponential_buckets(min(SHORTEST_TEXT, max_model_len), max_model_len)
 
 
 class SamplingRows(InputBatch):
-    """vLLM's batch whose device tensors have as many rows as a step of ``row_ladder``, which ends at max_num_reqs."""
+    """vLLM's batch whose device tensors have as many rows as a step of ``row_buckets``, which ends at max_num_reqs."""
 
-    def __init__(self, row_ladder: Sequence[int], **arguments: Any):
-        self._row_ladder = tuple(row_ladder)
+    def __init__(self, row_buckets: Sequence[int], **arguments: Any):
+        self._row_buckets = tuple(row_buckets)
         self._text_lengths = text_lengths(arguments["max_model_len"])
         self._num_rows = 0
         super().__init__(**arguments)
@@ -51,7 +51,7 @@ class SamplingRows(InputBatch):
 
     def rows_of(self, num_requests: int) -> int:
         """Rows that are sampled for so many requests."""
-        return smallest_at_least(self._row_ladder, num_requests)
+        return round_up_to_bucket(self._row_buckets, num_requests)
 
     def refresh_metadata(self) -> None:
         """Metadata of ``rows_of(requests)`` rows; those behind the requests ask for plain sampling."""
@@ -77,11 +77,11 @@ class SamplingRows(InputBatch):
             self._num_rows = 0
 
     def _make_prompt_token_ids_cpu_tensor(self) -> torch.Tensor:
-        """[rows, length of a ladder] int64; vocab_size where a prompt has no token."""
+        """[rows, length of a list of buckets] int64; vocab_size where a prompt has no token."""
         requests = len(self.req_id_to_index)
         lengths = self.num_prompt_tokens[:requests]
         ids = np.full(
-            (self.num_reqs, smallest_at_least(self._text_lengths, int(lengths.max()))), self.vocab_size, np.int64
+            (self.num_reqs, round_up_to_bucket(self._text_lengths, int(lengths.max()))), self.vocab_size, np.int64
         )
         for row, length in enumerate(lengths.tolist()):
             ids[row, :length] = self.token_ids_cpu[row, :length]
@@ -89,7 +89,7 @@ class SamplingRows(InputBatch):
 
 
 class RowSampler(Sampler):
-    """vLLM's sampler whose penalties are given outputs in lengths of a ladder."""
+    """vLLM's sampler whose penalties are given outputs in lengths of a list of buckets."""
 
     def __init__(self, max_model_len: int, **arguments: Any):
         super().__init__(**arguments)
@@ -103,7 +103,7 @@ class RowSampler(Sampler):
             return logits
         rows, vocab_size = logits.shape
         longest = max(1, *map(len, output_token_ids)) if output_token_ids else 1
-        ids = np.full((rows, smallest_at_least(self._text_lengths, longest)), vocab_size, np.int64)
+        ids = np.full((rows, round_up_to_bucket(self._text_lengths, longest)), vocab_size, np.int64)
         for row, tokens in enumerate(output_token_ids):
             ids[row, : len(tokens)] = tokens
         return apply_penalties(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's batch and sampler at sizes from ladders: pads ask for nothing, and every tensor has a step's size."""
+"""vLLM's batch and sampler at sizes from buckets: pads ask for nothing, and every tensor has a step's size."""
 
 from __future__ import annotations
 
