@@ -121,6 +121,9 @@ def test_no_shape_outside_the_graphs_is_new_after_warm_up(checkpoint):
 @pytest.mark.slow
 def test_rows_as_many_as_requests_would_be_new_shapes(checkpoint):
     """The fault switch: a batch without its buckets."""
-    fault = "from vllm_gaudi.v1.worker.sampling_rows import SamplingRows\nSamplingRows.rows_of = lambda self, n: n\n"
+    fault = (
+        "from vllm_gaudi.v1.worker.bucketed_sampling import BucketedInputBatch\n"
+        "BucketedInputBatch.rows_of = lambda self, n: n\n"
+    )
     found = facts_of(checkpoint, SCRIPT.replace("FLAGS = ", fault + "FLAGS = "), ways=1, warms_up=False)
     assert "aten.argmax.default [(3, 512)]" in found["new"]

@@ -82,7 +82,7 @@ class World:
         sample, apply = runner.sampling.sample, runner.step.requests.apply
 
         def watched_sample(step: Any, table: Any, place_of: Any, *rest: Any) -> Any:
-            logits = runner.sampling.logit_rows.take(list(place_of.values()), len(place_of))
+            logits = runner.sampling.logits_buffer.take(list(place_of.values()), len(place_of))
             assert torch.isfinite(logits).all(), f"logits of {list(place_of)} are not finite"
             end = dict(zip(step.req_ids, step.end.tolist(), strict=True))
             for req_id, row in zip(place_of, logits, strict=True):

@@ -542,12 +542,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.v1.sample.sampler.Sampler.__init__",
-        "v1.worker.sampling_rows",
+        "v1.worker.bucketed_sampling",
         parameters=("self", "logprobs_mode", "use_fp64_gumbel"),
     ),
     Row(
         "vllm.v1.sample.sampler.Sampler.apply_penalties",
-        "v1.worker.sampling_rows",
+        "v1.worker.bucketed_sampling",
         parameters=("logits", "sampling_metadata", "output_token_ids"),
     ),
     Row(
@@ -557,7 +557,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "vllm.v1.worker.gpu_input_batch.InputBatch.__init__",
-        "v1.worker.sampling_rows",
+        "v1.worker.bucketed_sampling",
         parameters=(
             "self",
             "max_num_reqs",
@@ -582,11 +582,15 @@ ROWS: tuple[Row, ...] = (
     Row("vllm.v1.worker.gpu_input_batch.InputBatch.condense", "v1.worker.sampling", parameters=("self",)),
     Row(
         "vllm.v1.worker.gpu_input_batch.InputBatch._make_prompt_token_ids_cpu_tensor",
-        "v1.worker.sampling_rows",
+        "v1.worker.bucketed_sampling",
         parameters=("self",),
     ),
-    Row("vllm.v1.worker.gpu_input_batch.InputBatch.num_reqs", "v1.worker.sampling_rows"),
-    Row("vllm.v1.worker.gpu_input_batch.InputBatch.refresh_metadata", "v1.worker.sampling_rows", parameters=("self",)),
+    Row("vllm.v1.worker.gpu_input_batch.InputBatch.num_reqs", "v1.worker.bucketed_sampling"),
+    Row(
+        "vllm.v1.worker.gpu_input_batch.InputBatch.refresh_metadata",
+        "v1.worker.bucketed_sampling",
+        parameters=("self",),
+    ),
     Row(
         "vllm.v1.worker.gpu_input_batch.InputBatch.remove_request", "v1.worker.sampling", parameters=("self", "req_id")
     ),

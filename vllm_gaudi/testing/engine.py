@@ -167,7 +167,7 @@ class Engine:
 
         def tapped(step: Any, table: Any, place_of: Mapping[str, int], *rest: Any) -> Any:
             places = list(place_of.values())
-            rows = sampling.logit_rows.take(places, sampling.num_rows(len(places)))
+            rows = sampling.logits_buffer.take(places, sampling.num_rows(len(places)))
             for req_id, row in zip(place_of, rows[: len(places)], strict=True):
                 self._rows.setdefault(req_id, []).append(row)
             return sample(step, table, place_of, *rest)

@@ -40,7 +40,7 @@ class ModelInputs:
     input_ids: torch.Tensor  # [rows] int32
     positions: torch.Tensor  # [rows] int32, or [3, rows] for a model with multi-axis rotary positions
     attn: HPUAttentionMetadata
-    logit_rows: torch.Tensor  # [batch] int64: the row of each sequence's last token (padding: row 0)
+    logits_indices: torch.Tensor  # [batch] int64: the row of each sequence's last token (padding: row 0)
     staged: RowCopies | None = None  # what to save from the staging rows once the forward has run
 
 
@@ -231,7 +231,7 @@ class InputBuilder:
             input_ids=self._upload(ids.reshape(-1), np.int32),
             positions=self._positions(positions.reshape(-1)),
             attn=attn,
-            logit_rows=self._upload(last_row, np.int64),
+            logits_indices=self._upload(last_row, np.int64),
             staged=staged,
         )
 
@@ -343,7 +343,7 @@ class InputBuilder:
             input_ids=self._last_tokens.index_select(0, self._upload(token_rows, np.int64)),
             positions=self._positions(positions),
             attn=attn,
-            logit_rows=self._upload(np.arange(batch), np.int64),
+            logits_indices=self._upload(np.arange(batch), np.int64),
         )
 
     def _state_indices(self, sequences: Sequence[ScheduledSequence], batch: int) -> tuple[np.ndarray, np.ndarray]:

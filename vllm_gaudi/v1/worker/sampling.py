@@ -3,7 +3,7 @@
 
 Owns: vLLM's ``InputBatch`` (sampling rows only: a request is in it exactly when it samples in this step), the sampler,
 the logits processors, seeded generators.
-Never: token rows of the model, slots, block tables, or how many rows a device is given (``sampling_rows``).
+Never: token rows of the model, slots, block tables, or how many rows a device is given (``bucketed_sampling``).
 
 Ordering rule: tokens sampled in the step before have reached the host (``collect``) before this step's rows are
 updated, since penalties, bad words and the minimum of tokens look at a request's output.
@@ -26,8 +26,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_gaudi.device import HostCopy, upload
+from vllm_gaudi.v1.worker.bucketed_sampling import BucketedInputBatch, BucketedSampler, LogitsBuffer
 from vllm_gaudi.v1.worker.requests import RequestState, RequestTable, StepRequests
-from vllm_gaudi.v1.worker.sampling_rows import LogitRows, RowSampler, SamplingRows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput
@@ -71,13 +71,13 @@ class SamplingState:
         self._device = device
         self._vocab_size = model_config.get_vocab_size()
         self._row_buckets = tuple(row_buckets)
-        self.sampler = RowSampler(
+        self.sampler = BucketedSampler(
             model_config.max_model_len,
             logprobs_mode=model_config.logprobs_mode,
             use_fp64_gumbel=model_config.use_fp64_gumbel,
         )
-        self.logit_rows = LogitRows(self._row_buckets[-1], device)
-        self._batch = SamplingRows(
+        self.logits_buffer = LogitsBuffer(self._row_buckets[-1], device)
+        self._batch = BucketedInputBatch(
             self._row_buckets,
             max_num_reqs=self._row_buckets[-1],
             max_model_len=model_config.max_model_len,
@@ -119,13 +119,13 @@ class SamplingState:
         place_of: Mapping[str, int],
         grammar_output: GrammarOutput | None,
     ) -> tuple[SampledStep, torch.Tensor]:
-        """Sample one token for each request of ``place_of``, whose logits ``logit_rows`` keeps at its place.
+        """Sample one token for each request of ``place_of``, whose logits ``logits_buffer`` keeps at its place.
 
         Returns the step's record and the token ids [rows] on the device, the record's requests first.
         """
         self._update_rows(step, table, place_of)
         req_ids = tuple(self._batch.req_ids)
-        logits = self.logit_rows.take([place_of[req_id] for req_id in req_ids], self.num_rows(len(req_ids)))
+        logits = self.logits_buffer.take([place_of[req_id] for req_id in req_ids], self.num_rows(len(req_ids)))
         if grammar_output is not None:
             forbidden = np.zeros(logits.shape, np.bool_)
             forbidden[: len(req_ids)] = forbidden_tokens(grammar_output, req_ids, logits.shape[1])
@@ -145,11 +145,11 @@ class SamplingState:
         """Sample padding: every number of rows, or the largest only, greedily, at random, and both with top-p and
         top-k.
 
-        ``logit_rows`` has been given logits of the model once.
+        ``logits_buffer`` has been given logits of the model once.
         """
         for rows in self._row_buckets if run_all else self._row_buckets[-1:]:
             for metadata in self._plain_metadata(rows):
-                self.sampler(logits=self.logit_rows.take((), rows), sampling_metadata=metadata)
+                self.sampler(logits=self.logits_buffer.take((), rows), sampling_metadata=metadata)
 
     def _plain_metadata(self, rows: int) -> Iterator[SamplingMetadata]:
         # Logits processors have state of their own, and have not been told of any row.

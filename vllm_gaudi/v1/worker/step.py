@@ -124,8 +124,8 @@ class StepRunner:
     def dummy_run(self, bucket: PrefillBucket | DecodeBucket) -> torch.Tensor:
         """Run one bucket of padding through model and logits, which are returned and kept as nobody's."""
         inputs = self.inputs.dummy_inputs(bucket)
-        logits = self.graphs.logits(self.graphs.run(inputs), inputs.logit_rows)
-        self.sampling.logit_rows.add(logits, {})
+        logits = self.graphs.logits(self.graphs.run(inputs), inputs.logits_indices)
+        self.sampling.logits_buffer.add(logits, {})
         return logits
 
     def _forget(self, finished: set[str]) -> None:
@@ -141,4 +141,4 @@ class StepRunner:
             if step.samples[i]:
                 places[n] = place_of[step.req_ids[i]] = len(place_of)
         if places:
-            self.sampling.logit_rows.add(self.graphs.logits(hidden, inputs.logit_rows), places)
+            self.sampling.logits_buffer.add(self.graphs.logits(hidden, inputs.logits_indices), places)

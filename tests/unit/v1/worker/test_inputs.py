@@ -139,12 +139,12 @@ def check_prefill(inputs: ModelInputs, rows: list[Row]) -> None:
             blocks = row.kernel_blocks()
             assert table[n, : len(blocks)].tolist() == blocks
             assert (int(attn.state_indices_in[n]), int(attn.state_indices_out[n])) == (row.slot, row.slot)
-            assert int(inputs.logit_rows[n]) == n * bucket.query + length - 1
+            assert int(inputs.logits_indices[n]) == n * bucket.query + length - 1
         else:
             blocks = []
             assert int(attn.prefill.num_computed_tokens[n]) == 0
             assert (int(attn.state_indices_in[n]), int(attn.state_indices_out[n])) == (ZERO, TRASH)
-            assert 0 <= int(inputs.logit_rows[n]) < bucket.rows
+            assert 0 <= int(inputs.logits_indices[n]) < bucket.rows
         assert (table[n, len(blocks) :] == SPARE).all()
         assert (places[n, length:] // KERNEL == SPARE).all()
         assert not positions[n, length:].any() and not ids[n, length:].any()
@@ -159,7 +159,7 @@ def check_decode(inputs: ModelInputs, rows: list[Row]) -> None:
     assert inputs.input_ids.shape == inputs.positions.shape == (bucket.rows,)
     assert attn.slot_mapping.shape == attn.state_indices_in.shape == attn.state_indices_out.shape == (bucket.batch,)
     assert attn.decode.block_list.shape == (bucket.blocks,)
-    assert inputs.logit_rows.tolist() == list(range(bucket.batch))
+    assert inputs.logits_indices.tolist() == list(range(bucket.batch))
     num = len(rows)
     assert inputs.input_ids.tolist() == [100 + row.slot for row in rows] + [0] * (bucket.rows - num)
     assert inputs.positions.tolist() == [row.computed for row in rows] + [0] * (bucket.rows - num)
@@ -229,7 +229,7 @@ class TestPrefill:
         (forward,) = check(make(), Row(0, 0, 4, (3,)))
         attn = forward.attn
         assert forward.input_ids.dtype == torch.int32
-        assert {t.dtype for t in (forward.logit_rows, attn.slot_mapping)} == {torch.int64}
+        assert {t.dtype for t in (forward.logits_indices, attn.slot_mapping)} == {torch.int64}
         assert {t.dtype for t in (forward.input_ids, forward.positions)} == {torch.int32}
         assert {attn.state_indices_in.dtype, attn.state_indices_out.dtype} == {torch.int64}
         assert {t.dtype for t in vars(attn.prefill).values() if t is not None} == {torch.int32}
@@ -273,7 +273,7 @@ class TestDecode:
         (forward,) = check(make(), decode(0, 3, 1))
         attn = forward.attn
         assert forward.input_ids.dtype == torch.int32
-        assert {t.dtype for t in (forward.logit_rows, attn.slot_mapping)} == {torch.int64}
+        assert {t.dtype for t in (forward.logits_indices, attn.slot_mapping)} == {torch.int64}
         assert {t.dtype for t in (forward.input_ids, forward.positions)} == {torch.int32}
         assert {attn.state_indices_in.dtype, attn.state_indices_out.dtype} == {torch.int64}
         assert {t.dtype for t in vars(attn.decode).values()} == {torch.int32}

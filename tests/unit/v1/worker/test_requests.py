@@ -342,7 +342,7 @@ class TestReleased:
         step = world.step(records.output({"a": 1}, running={"a": (3, None, 1)}))
         assert step.samples.tolist() == [True]
         (forward,) = inputs.build(step, {})
-        row = int(forward.logit_rows[0])
+        row = int(forward.logits_indices[0])
         assert (int(forward.input_ids[row]), int(forward.positions[row])) == (10, 3)
 
 

@@ -8,7 +8,7 @@ Never: which requests sample, or what is done with their tokens (``sampling``).
 A device that compiles an operator per shape would otherwise compile one for every number of requests, and with
 penalties for every token.
 
-Ordering rule: ``LogitRows.add`` for each forward of a step, then one ``allocate``; the next step writes over them.
+Ordering rule: ``LogitsBuffer.add`` for each forward of a step, then one ``allocate``; the next step writes over them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ SHORTEST_TEXT = 128
 """Tokens: penalties are given prompts and outputs of this length and its doubles."""
 
 
-def text_lengths(max_model_len: int) -> tuple[int, ...]:
+def penalty_buckets(max_model_len: int) -> tuple[int, ...]:
     """Lengths in tokens that prompts and outputs are padded to."""
     return exponential_buckets(min(SHORTEST_TEXT, max_model_len), max_model_len)
 
 
-class SamplingRows(InputBatch):
+class BucketedInputBatch(InputBatch):
     """vLLM's batch whose device tensors have as many rows as a step of ``row_buckets``, which ends at max_num_reqs."""
 
     def __init__(self, row_buckets: Sequence[int], **arguments: Any):
         self._row_buckets = tuple(row_buckets)
-        self._text_lengths = text_lengths(arguments["max_model_len"])
+        self._penalty_buckets = penalty_buckets(arguments["max_model_len"])
         self._num_rows = 0
         super().__init__(**arguments)
 
@@ -81,19 +81,19 @@ class SamplingRows(InputBatch):
         requests = len(self.req_id_to_index)
         lengths = self.num_prompt_tokens[:requests]
         ids = np.full(
-            (self.num_reqs, round_up_to_bucket(self._text_lengths, int(lengths.max()))), self.vocab_size, np.int64
+            (self.num_reqs, round_up_to_bucket(self._penalty_buckets, int(lengths.max()))), self.vocab_size, np.int64
         )
         for row, length in enumerate(lengths.tolist()):
             ids[row, :length] = self.token_ids_cpu[row, :length]
         return torch.from_numpy(ids)
 
 
-class RowSampler(Sampler):
+class BucketedSampler(Sampler):
     """vLLM's sampler whose penalties are given outputs in lengths of a list of buckets."""
 
     def __init__(self, max_model_len: int, **arguments: Any):
         super().__init__(**arguments)
-        self._text_lengths = text_lengths(max_model_len)
+        self._penalty_buckets = penalty_buckets(max_model_len)
 
     def apply_penalties(  # static in vLLM, and called on the sampler
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, output_token_ids: list[list[int]]
@@ -103,7 +103,7 @@ class RowSampler(Sampler):
             return logits
         rows, vocab_size = logits.shape
         longest = max(1, *map(len, output_token_ids)) if output_token_ids else 1
-        ids = np.full((rows, round_up_to_bucket(self._text_lengths, longest)), vocab_size, np.int64)
+        ids = np.full((rows, round_up_to_bucket(self._penalty_buckets, longest)), vocab_size, np.int64)
         for row, tokens in enumerate(output_token_ids):
             ids[row, : len(tokens)] = tokens
         return apply_penalties(
@@ -116,7 +116,7 @@ class RowSampler(Sampler):
         )
 
 
-class LogitRows:
+class LogitsBuffer:
     """Logits of at most ``max_rows`` sampling rows of a step, and one more row for those that nobody samples from."""
 
     def __init__(self, max_rows: int, device: torch.device):

@@ -12,7 +12,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from vllm_gaudi.v1.worker.sampling_rows import LogitRows, RowSampler, SamplingRows, text_lengths
+from vllm_gaudi.v1.worker.bucketed_sampling import BucketedInputBatch, BucketedSampler, LogitsBuffer, penalty_buckets
 
 VOCAB = 40
 LADDER = (1, 2, 4, 6)
@@ -21,7 +21,7 @@ MAX_LEN = 300
 
 @pytest.fixture
 def batch():
-    return SamplingRows(
+    return BucketedInputBatch(
         LADDER,
         max_num_reqs=LADDER[-1],
         max_model_len=2 * MAX_LEN,
@@ -81,18 +81,18 @@ def test_metadata_has_the_rows_of_the_ladder_and_pads_ask_for_nothing(batch):
 
 @pytest.mark.parametrize(("length", "padded"), [(1, 128), (128, 128), (129, 256), (290, 512)])
 def test_prompts_and_outputs_have_lengths_of_a_ladder(batch, length, padded, monkeypatch):
-    assert padded in text_lengths(2 * MAX_LEN)
+    assert padded in penalty_buckets(2 * MAX_LEN)
     seen = []
-    from vllm_gaudi.v1.worker import sampling_rows
+    from vllm_gaudi.v1.worker import bucketed_sampling
 
     def penalties(logits, prompts, outputs, *_):
         seen.append((prompts.shape, outputs.shape))
         return logits
 
-    monkeypatch.setattr(sampling_rows, "apply_penalties", penalties)
+    monkeypatch.setattr(bucketed_sampling, "apply_penalties", penalties)
     batch.add_request(request("a", prompt=[1] * length, output=[2] * length, **ASKS_MUCH))
     batch.refresh_metadata()
-    RowSampler(2 * MAX_LEN)(torch.zeros(1, VOCAB), batch.sampling_metadata)
+    BucketedSampler(2 * MAX_LEN)(torch.zeros(1, VOCAB), batch.sampling_metadata)
     assert seen == [((1, padded), (1, padded))]
 
 
@@ -105,7 +105,7 @@ def test_penalties_are_vllms(batch, outputs):
     batch.refresh_metadata()
     metadata = batch.sampling_metadata
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
-    found = RowSampler(MAX_LEN).apply_penalties(logits.clone(), metadata, metadata.output_token_ids)
+    found = BucketedSampler(MAX_LEN).apply_penalties(logits.clone(), metadata, metadata.output_token_ids)
     wanted = Sampler.apply_penalties(logits.clone(), metadata, [*metadata.output_token_ids, []])
     assert torch.equal(found, wanted) and torch.equal(found[3], logits[3]) and not torch.equal(found[0], logits[0])
 
@@ -114,12 +114,12 @@ def test_a_batch_that_asks_for_no_penalties_has_none(batch):
     batch.add_request(request("a", temperature=0))
     batch.refresh_metadata()
     logits = torch.randn(1, VOCAB)
-    assert RowSampler(MAX_LEN).apply_penalties(logits, batch.sampling_metadata, []) is logits
+    assert BucketedSampler(MAX_LEN).apply_penalties(logits, batch.sampling_metadata, []) is logits
 
 
 class TestLogitRows:
     def test_rows_are_found_at_their_places_and_nobody_s_are_not(self):
-        rows = LogitRows(4, torch.device("cpu"))
+        rows = LogitsBuffer(4, torch.device("cpu"))
         first, second = torch.arange(6.0).view(3, 2), torch.arange(10.0, 14.0).view(2, 2)
         rows.add(first, {0: 1})  # the third is padding, the second does not sample
         rows.add(second, {0: 0, 1: 2})
@@ -127,14 +127,18 @@ class TestLogitRows:
         assert taken[:3].tolist() == [[12, 13], [10, 11], [0, 1]] and taken.shape == (4, 2)
 
     def test_what_is_taken_is_the_taker_s(self):
-        rows = LogitRows(1, torch.device("cpu"))
+        rows = LogitsBuffer(1, torch.device("cpu"))
         rows.add(torch.ones(1, 2), {0: 0})
         rows.take([0], 1).zero_()
         assert rows.take([0], 1).tolist() == [[1, 1]]
 
 
 def test_ladders_of_lengths_end_at_the_longest_text():
-    assert text_lengths(64) == (64,) and text_lengths(128) == (128,) and text_lengths(1000) == (128, 256, 512, 1000)
+    assert (
+        penalty_buckets(64) == (64,)
+        and penalty_buckets(128) == (128,)
+        and penalty_buckets(1000) == (128, 256, 512, 1000)
+    )
 
 
 def test_a_custom_processor_is_told_the_rows_that_its_logits_have(batch):
