@@ -38,7 +38,7 @@ class Clocks:
         self._around(runner.step.store, "before_forward", "plan and store")
         self._around(runner.step.store, "save", "plan and store")
         self._around(runner.step.inputs, "_decode_inputs", "inputs")
-        self._around(runner.step.inputs, "remember", "inputs")
+        self._around(runner.step.inputs, "store_sampled_tokens", "inputs")
         self._around(runner.sampling, "_update_rows", "sampling rows")
         self._around(runner, "execute_model", "whole")
         self._around(runner, "sample_tokens", "whole", self._end)

@@ -81,13 +81,13 @@ class World:
         runner = self.engine.runner
         sample, apply = runner.sampling.sample, runner.step.requests.apply
 
-        def watched_sample(step: Any, table: Any, place_of: Any, *rest: Any) -> Any:
-            logits = runner.sampling.logits_buffer.take(list(place_of.values()), len(place_of))
-            assert torch.isfinite(logits).all(), f"logits of {list(place_of)} are not finite"
+        def watched_sample(step: Any, table: Any, logits_index: Any, *rest: Any) -> Any:
+            logits = runner.sampling.logits_buffer.take(list(logits_index.values()), len(logits_index))
+            assert torch.isfinite(logits).all(), f"logits of {list(logits_index)} are not finite"
             end = dict(zip(step.req_ids, step.end.tolist(), strict=True))
-            for req_id, row in zip(place_of, logits, strict=True):
+            for req_id, row in zip(logits_index, logits, strict=True):
                 self.rows.setdefault(req_id, {})[end[req_id]] = row
-            return sample(step, table, place_of, *rest)
+            return sample(step, table, logits_index, *rest)
 
         def watched_apply(output: Any) -> Any:
             self.preempted |= output.preempted_req_ids or set()

@@ -278,7 +278,7 @@ def _mark_phases(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
             yield item
 
     _put(stack, runner.step.inputs, "build", built)
-    phase(runner.step.inputs, "remember", "inputs")
+    phase(runner.step.inputs, "store_sampled_tokens", "inputs")
     phase(runner.step.store, "before_forward", "store")
     phase(runner.step.store, "save", "store")
     _within(stack, runner.graphs, "run", forward)
@@ -287,7 +287,7 @@ def _mark_phases(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
     phase(runner.step.prompt_logprobs, "_logprobs", "sampler")
     _within(stack, runner.sampling, "sample", sample)
     phase(runner.sampling, "_update_rows", "rows")
-    phase(runner.sampling, "collect", "output")
+    phase(runner.sampling, "drain_sampled_tokens", "output")
     phase(runner.step, "_keep_logits", "logits")
     phase(runner, "dummy_run", "inputs")
     phase(runner.sampling, "warm_up", "sampler")

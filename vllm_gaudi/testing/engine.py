@@ -165,12 +165,12 @@ class Engine:
         sampling = self.runner.sampling
         sample = sampling.sample
 
-        def tapped(step: Any, table: Any, place_of: Mapping[str, int], *rest: Any) -> Any:
-            places = list(place_of.values())
+        def tapped(step: Any, table: Any, logits_index: Mapping[str, int], *rest: Any) -> Any:
+            places = list(logits_index.values())
             rows = sampling.logits_buffer.take(places, sampling.num_rows(len(places)))
-            for req_id, row in zip(place_of, rows[: len(places)], strict=True):
+            for req_id, row in zip(logits_index, rows[: len(places)], strict=True):
                 self._rows.setdefault(req_id, []).append(row)
-            return sample(step, table, place_of, *rest)
+            return sample(step, table, logits_index, *rest)
 
         sampling.sample = tapped
 

@@ -124,20 +124,20 @@ class LogitsBuffer:
         self._device = device
         self._logits: torch.Tensor | None = None  # [max_rows + 1, V], made with the first logits
 
-    def add(self, logits: torch.Tensor, place_of: Mapping[int, int]) -> None:
-        """Row i of a forward's ``logits`` [batch, V] is kept at ``place_of[i]``; one without a place is not kept."""
+    def add(self, logits: torch.Tensor, logits_index: Mapping[int, int]) -> None:
+        """Row i of a forward's ``logits`` [batch, V] is kept at ``logits_index[i]``; one without is not kept."""
         if self._logits is None:
             self._logits = logits.new_zeros((self._max_rows + 1, logits.shape[1]))
-        places = np.full(logits.shape[0], self._max_rows, np.int64)  # index_copy_ takes no other
-        for row, place in place_of.items():
-            places[row] = place
-        self._logits.index_copy_(0, self._upload(places), logits)
+        indices = np.full(logits.shape[0], self._max_rows, np.int64)  # index_copy_ takes no other
+        for row, place in logits_index.items():
+            indices[row] = place
+        self._logits.index_copy_(0, self._upload(indices), logits)
 
-    def take(self, places: Sequence[int], num_rows: int) -> torch.Tensor:
-        """New [num_rows, V]: the rows kept at ``places``, then padding."""
+    def take(self, indices: Sequence[int], num_rows: int) -> torch.Tensor:
+        """New [num_rows, V]: the rows kept at ``indices``, then padding."""
         assert self._logits is not None
         rows = np.full(num_rows, self._max_rows, np.int32)
-        rows[: len(places)] = places
+        rows[: len(indices)] = indices
         return self._logits.index_select(0, self._upload(rows))
 
     def _upload(self, rows: np.ndarray) -> torch.Tensor:

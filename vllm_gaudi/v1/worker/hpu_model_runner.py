@@ -250,7 +250,9 @@ class HPUModelRunner:
                 self.dummy_run(bucket)  # embedding and last norm, token ids of decodes, rows of logits
         self.sampling.warm_up(run_all=True)
         for rows in step.grid.decode_batches:
-            step.inputs.remember(np.empty(0, np.int32), torch.zeros(rows, dtype=torch.int32, device=self.device))
+            step.inputs.store_sampled_tokens(
+                np.empty(0, np.int32), torch.zeros(rows, dtype=torch.int32, device=self.device)
+            )
         # A step's fresh blocks: those that its tokens fill, and one more of each request. A request has one slot.
         fresh = -(-self.max_num_tokens // step.caches.geometry.block_size) + self.max_num_seqs
         step.store.warm_up(step.caches.trash_row, max(fresh, step.grid.num_staging))

@@ -113,7 +113,7 @@ class InputBuilder:
         for members in self._prefill_batches(step, np.flatnonzero(step.is_prefill)):
             yield self._prefill_inputs(step, members, intermediate_saves)
 
-    def remember(self, slots: np.ndarray, token_ids: torch.Tensor) -> None:
+    def store_sampled_tokens(self, slots: np.ndarray, token_ids: torch.Tensor) -> None:
         """Keep sampled ``token_ids`` [rows] (device) as the next input of ``slots`` [n] int32, the first n of them."""
         rows = np.full(token_ids.shape[0], self._padding_row + 1, np.int64)
         rows[: len(slots)] = slots

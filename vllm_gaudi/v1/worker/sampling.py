@@ -5,8 +5,8 @@ Owns: vLLM's ``InputBatch`` (sampling rows only: a request is in it exactly when
 the logits processors, seeded generators.
 Never: token rows of the model, slots, block tables, or how many rows a device is given (``bucketed_sampling``).
 
-Ordering rule: tokens sampled in the step before have reached the host (``collect``) before this step's rows are
-updated, since penalties, bad words and the minimum of tokens look at a request's output.
+Ordering rule: tokens sampled in the step before have reached the host (``drain_sampled_tokens``) before this step's
+rows are updated, since penalties, bad words and the minimum of tokens look at a request's output.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ class SamplingState:
         """Rows that are sampled for so many requests."""
         return self._batch.rows_of(num_requests)
 
-    def forget(self, req_ids: set[str]) -> None:
+    def remove_requests(self, req_ids: set[str]) -> None:
         """These requests have ended; their rows go with the next ``sample``."""
         for req_id in req_ids:
             self._states.pop(req_id, None)
 
-    def collect(self, table: RequestTable) -> None:
+    def drain_sampled_tokens(self, table: RequestTable) -> None:
         """Wait for the tokens of the step before, if any, and append them to their requests."""
         sampled, self._in_flight = self._in_flight, None
         if sampled is None:
@@ -116,16 +116,16 @@ class SamplingState:
         self,
         step: StepRequests,
         table: RequestTable,
-        place_of: Mapping[str, int],
+        logits_index: Mapping[str, int],
         grammar_output: GrammarOutput | None,
     ) -> tuple[SampledStep, torch.Tensor]:
-        """Sample one token for each request of ``place_of``, whose logits ``logits_buffer`` keeps at its place.
+        """Sample one token for each request of ``logits_index``, whose logits ``logits_buffer`` keeps at its place.
 
         Returns the step's record and the token ids [rows] on the device, the record's requests first.
         """
-        self._update_rows(step, table, place_of)
+        self._update_rows(step, table, logits_index)
         req_ids = tuple(self._batch.req_ids)
-        logits = self.logits_buffer.take([place_of[req_id] for req_id in req_ids], self.num_rows(len(req_ids)))
+        logits = self.logits_buffer.take([logits_index[req_id] for req_id in req_ids], self.num_rows(len(req_ids)))
         if grammar_output is not None:
             forbidden = np.zeros(logits.shape, np.bool_)
             forbidden[: len(req_ids)] = forbidden_tokens(grammar_output, req_ids, logits.shape[1])

@@ -44,7 +44,7 @@ class PendingStep:
     """A step whose forwards are issued and whose tokens are not sampled yet."""
 
     step: StepRequests
-    place_of: dict[str, int]  # of the requests that sample, where their logits are kept
+    logits_index: dict[str, int]  # of the requests that sample, where their logits are kept
     prompt_logprobs: dict[str, PromptLogprobsInFlight]
 
 
@@ -87,22 +87,22 @@ class StepRunner:
         """Run the step's forwards. Returns None when ``sample_tokens`` must follow."""
         if self._pending is not None:
             raise RuntimeError("execute_model is called again before sample_tokens")
-        self._forget(scheduler_output.finished_req_ids)
+        self._remove_requests(scheduler_output.finished_req_ids)
         step = self.requests.apply(scheduler_output)
         plan = plan_checkpoints(step, self.caches.geometry.block_size, self.cached_groups)
         self.store.before_forward(plan)
         if step.is_empty:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        place_of: dict[str, int] = {}
+        logits_index: dict[str, int] = {}
         prompt_logprobs: dict[str, PromptLogprobsInFlight] = {}
         for inputs in self.inputs.build(step, plan.intermediate_saves):
             hidden = self.graphs.run(inputs)
             if inputs.staged is not None:
                 self.store.save(inputs.staged)
             prompt_logprobs |= self.prompt_logprobs.compute(step, inputs, hidden, self.requests)
-            self._keep_logits(step, inputs, hidden, place_of)
+            self._keep_logits(step, inputs, hidden, logits_index)
         self.store.save(plan.save)
-        self._pending = PendingStep(step=step, place_of=place_of, prompt_logprobs=prompt_logprobs)
+        self._pending = PendingStep(step=step, logits_index=logits_index, prompt_logprobs=prompt_logprobs)
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
@@ -110,13 +110,15 @@ class StepRunner:
         pending, self._pending = self._pending, None
         if pending is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        self.sampling.collect(self.requests)
+        self.sampling.drain_sampled_tokens(self.requests)
         step = pending.step
         sampled = None
-        if pending.place_of:
-            sampled, token_ids = self.sampling.sample(step, self.requests, pending.place_of, grammar_output)
+        if pending.logits_index:
+            sampled, token_ids = self.sampling.sample(step, self.requests, pending.logits_index, grammar_output)
             slot_of = dict(zip(step.req_ids, step.state_slots.tolist(), strict=True))
-            self.inputs.remember(np.array([slot_of[req_id] for req_id in sampled.req_ids], np.int32), token_ids)
+            self.inputs.store_sampled_tokens(
+                np.array([slot_of[req_id] for req_id in sampled.req_ids], np.int32), token_ids
+            )
         self.requests.count_sampled(step)
         output = StepOutput(step, sampled, pending.prompt_logprobs)
         return output if self.is_async else output.get_output()
@@ -128,17 +130,17 @@ class StepRunner:
         self.sampling.logits_buffer.add(logits, {})
         return logits
 
-    def _forget(self, finished: set[str]) -> None:
-        self.sampling.forget(finished)
+    def _remove_requests(self, finished: set[str]) -> None:
+        self.sampling.remove_requests(finished)
         self.prompt_logprobs.remove_requests(finished)
 
     def _keep_logits(
-        self, step: StepRequests, inputs: ModelInputs, hidden: torch.Tensor, place_of: dict[str, int]
+        self, step: StepRequests, inputs: ModelInputs, hidden: torch.Tensor, logits_index: dict[str, int]
     ) -> None:
         """Logits of the bucket's sequences that sample; computed for all of them, since shapes are fixed."""
-        places: dict[int, int] = {}
+        indices: dict[int, int] = {}
         for n, i in enumerate(inputs.members):
             if step.samples[i]:
-                places[n] = place_of[step.req_ids[i]] = len(place_of)
-        if places:
-            self.sampling.logits_buffer.add(self.graphs.logits(hidden, inputs.logits_indices), places)
+                indices[n] = logits_index[step.req_ids[i]] = len(logits_index)
+        if indices:
+            self.sampling.logits_buffer.add(self.graphs.logits(hidden, inputs.logits_indices), indices)

@@ -111,7 +111,7 @@ def make(
         position_axes=axes,
         device=torch.device("cpu"),
     )
-    builder.remember(np.arange(NUM_SLOTS, dtype=np.int32), torch.arange(100, 100 + NUM_SLOTS))
+    builder.store_sampled_tokens(np.arange(NUM_SLOTS, dtype=np.int32), torch.arange(100, 100 + NUM_SLOTS))
     return builder
 
 
@@ -359,13 +359,13 @@ def test_three_axes_of_positions_are_three_equal_rows(rows):
 class TestLastTokens:
     def test_a_sampled_token_is_the_next_input_of_its_slot_alone(self):
         builder = make()
-        builder.remember(np.array([4, 1], np.int32), torch.tensor([7, 8]))
+        builder.store_sampled_tokens(np.array([4, 1], np.int32), torch.tensor([7, 8]))
         (forward,) = builder.build(step_of(decode(1, 3, 1), decode(4, 3, 2), decode(0, 3, 3)), {})
         assert forward.input_ids[:3].tolist() == [8, 7, 100]
 
     def test_sampled_tokens_of_another_dtype_are_taken(self):
         builder = make()
-        builder.remember(np.array([0], np.int32), torch.tensor([511], dtype=torch.int64))
+        builder.store_sampled_tokens(np.array([0], np.int32), torch.tensor([511], dtype=torch.int64))
         (forward,) = builder.build(step_of(decode(0, 3, 1)), {})
         assert (forward.input_ids.dtype, int(forward.input_ids[0])) == (torch.int32, 511)
 
@@ -373,7 +373,7 @@ class TestLastTokens:
         """With asynchronous scheduling the next step's sample comes while this one's input may still be read."""
         builder = make()
         (forward,) = builder.build(step_of(decode(0, 3, 1)), {})
-        builder.remember(np.array([0], np.int32), torch.tensor([7]))
+        builder.store_sampled_tokens(np.array([0], np.int32), torch.tensor([7]))
         assert int(forward.input_ids[0]) == 100
 
 

@@ -364,7 +364,7 @@ def builder() -> InputBuilder:
 
 
 def remember(inputs: InputBuilder, world: World, req_id: str, token: int) -> None:
-    inputs.remember(np.array([world.slot_of(req_id)], np.int32), torch.tensor([token]))
+    inputs.store_sampled_tokens(np.array([world.slot_of(req_id)], np.int32), torch.tensor([token]))
 
 
 class TestAsync:
