@@ -31,7 +31,7 @@ class RequestState:
     tokens: np.ndarray  # [capacity] int32
     num_tokens: int  # tokens known to exist, sampled ones that have not reached the host included
     sampling_params: Any
-    admission: int = 0  # number of this admission, never used twice; a sample of an earlier one is stale
+    admission_id: int = 0  # number of this admission, never used twice; a sample of an earlier one is stale
     has_sampled: bool = False  # in this admission, so that its last token stands on the device under its slot
     num_computed_tokens: int = 0
     state_slot: int | None = None
@@ -54,7 +54,7 @@ class StepRequests:
     is_prefill: np.ndarray  # [R] bool: runs in the chunk form
     samples: np.ndarray  # [R] bool: reaches its last known token, so its next token is sampled
     admitted: np.ndarray  # [R] bool: new or resumed in this step
-    admissions: tuple[int, ...]  # per request: number of the admission that this step belongs to
+    admission_ids: tuple[int, ...]  # per request: number of the admission that this step belongs to
     block_ids: tuple[np.ndarray, ...]  # per group [R, M] int32, position-indexed, 0 = null block
     tokens: tuple[np.ndarray, ...]  # per request: the scheduled token ids [n] int32 (undefined for a decode row)
     fresh_blocks: np.ndarray  # [Z] int32: attention blocks to zero
@@ -119,10 +119,10 @@ class RequestTable:
         self._advance(cached)
         return self._step(output, admitted)
 
-    def append_sampled(self, req_id: str, admission: int, token: int) -> None:
+    def append_sampled(self, req_id: str, admission_id: int, token: int) -> None:
         """A sampled token has reached the host; dropped when the request ended or was admitted anew meanwhile."""
         state = self._requests.get(req_id)
-        if state is None or state.admission != admission:
+        if state is None or state.admission_id != admission_id:
             return
         position = state.num_prompt + len(state.output)
         state.tokens[position] = token
@@ -175,7 +175,7 @@ class RequestTable:
                 state = self._requests[req_id]
                 state.state_slot = self._slots.take()
                 self._num_admissions += 1
-                state.admission = self._num_admissions
+                state.admission_id = self._num_admissions
                 state.has_sampled = False
         return admitted
 
@@ -223,7 +223,7 @@ class RequestTable:
             is_prefill=~is_decode,
             samples=num_computed_tokens + num_scheduled_tokens >= num_tokens,
             admitted=is_admitted,
-            admissions=tuple(s.admission for s in states),
+            admission_ids=tuple(s.admission_id for s in states),
             block_ids=tuple(self._table(states, group) for group in range(self._num_groups)),
             tokens=tuple(
                 s.tokens[c : c + n] for s, c, n in zip(states, num_computed_tokens, num_scheduled_tokens, strict=True)

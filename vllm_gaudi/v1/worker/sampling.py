@@ -53,7 +53,7 @@ class SampledStep:
     """What one step sampled; row i belongs to ``req_ids[i]``. The tensors may still be on their way to the host."""
 
     req_ids: tuple[str, ...]
-    admissions: tuple[int, ...]
+    admission_ids: tuple[int, ...]
     token_ids: HostCopy  # [rows, 1] int32; rows after the requests are padding
     logprobs: HostLogprobs | None
 
@@ -109,7 +109,7 @@ class SamplingState:
         sampled, self._in_flight = self._in_flight, None
         if sampled is None:
             return
-        for req_id, admission, (token,) in zip(sampled.req_ids, sampled.admissions, sampled.tokens(), strict=True):
+        for req_id, admission, (token,) in zip(sampled.req_ids, sampled.admission_ids, sampled.tokens(), strict=True):
             table.append_sampled(req_id, admission, token)
 
     def sample(
@@ -134,7 +134,7 @@ class SamplingState:
         logprobs = out.logprobs_tensors
         sampled = SampledStep(
             req_ids=req_ids,
-            admissions=tuple(self._row_admission[req_id] for req_id in req_ids),
+            admission_ids=tuple(self._row_admission[req_id] for req_id in req_ids),
             token_ids=HostCopy(out.sampled_token_ids),
             logprobs=None if logprobs is None else HostLogprobs(logprobs, len(req_ids)),
         )
@@ -171,7 +171,7 @@ class SamplingState:
 
     def _update_rows(self, step: StepRequests, table: RequestTable, req_ids: Iterable[str]) -> None:
         """Make the batch hold exactly ``req_ids``; removals free rows that additions fill."""
-        admission_of = dict(zip(step.req_ids, step.admissions, strict=True))
+        admission_of = dict(zip(step.req_ids, step.admission_ids, strict=True))
         wanted = {req_id: admission_of[req_id] for req_id in req_ids}
         for req_id, admission in list(self._row_admission.items()):
             if wanted.get(req_id) != admission:

@@ -73,7 +73,7 @@ def step_of(*rows: Row) -> StepRequests:
         is_prefill=array([row.is_prefill for row in rows], bool),
         samples=array([True] * len(rows), bool),
         admitted=array([row.admitted for row in rows], bool),
-        admissions=tuple(range(len(rows))),
+        admission_ids=tuple(range(len(rows))),
         block_ids=(np.full((len(rows), 1), 29, np.int32), table),  # group 0 is a GDN group, whose blocks nobody may use
         tokens=tuple(np.arange(row.computed, row.end, dtype=np.int32) + 1000 for row in rows),
         fresh_blocks=array([]),

@@ -39,7 +39,7 @@ def step_of(*req_ids: str) -> StepRequests:
         is_prefill=zeros > 0,
         samples=zeros > 0,
         admitted=zeros > 0,
-        admissions=tuple(range(len(req_ids))),
+        admission_ids=tuple(range(len(req_ids))),
         block_ids=(),
         tokens=(),
         fresh_blocks=zeros[:0],

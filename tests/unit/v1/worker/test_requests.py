@@ -107,7 +107,7 @@ class World:
     def step(self, output: Any, sampled: dict[str, int] | None = None) -> StepRequests:
         step = self.table.apply(output)
         self.table.count_sampled(step)
-        admission = dict(zip(step.req_ids, step.admissions, strict=True))
+        admission = dict(zip(step.req_ids, step.admission_ids, strict=True))
         for req_id, token in (sampled or {}).items():
             self.table.append_sampled(req_id, admission[req_id], token)
         return step
@@ -392,16 +392,16 @@ class TestAsync:
 
     def test_tokens_arrive_later_in_order(self, world, records):
         second = world.step(records.output({"a": 1}, running={"a": (3, None, 1)}))
-        world.table.append_sampled("a", self.first.admissions[0], 10)
+        world.table.append_sampled("a", self.first.admission_ids[0], 10)
         world.step(records.output({"a": 1}, running={"a": (4, None, 2)}))
-        world.table.append_sampled("a", second.admissions[0], 11)
+        world.table.append_sampled("a", second.admission_ids[0], 11)
         assert world.table["a"].output == [10, 11]
         assert world.table["a"].tokens[:5].tolist() == [1, 2, 3, 10, 11]
 
     def test_the_list_of_outputs_stays_the_same_object(self, world, records):
         """Sampling holds on to it: penalties look at what it has become, also after a preemption."""
         output = world.table["a"].output
-        world.table.append_sampled("a", self.first.admissions[0], 10)
+        world.table.append_sampled("a", self.first.admission_ids[0], 10)
         world.step(records.output({}, preempted={"a"}))
         world.step(records.output({"a": 4}, resumed={"a": (0, ([1], [2]), 1, [1, 2, 3, 10])}))
         assert world.table["a"].output is output
@@ -409,7 +409,7 @@ class TestAsync:
 
     def test_a_token_in_flight_is_delivered_to_a_preempted_request(self, world, records):
         world.step(records.output({}, preempted={"a"}))
-        world.table.append_sampled("a", self.first.admissions[0], 10)
+        world.table.append_sampled("a", self.first.admission_ids[0], 10)
         step = world.step(records.output({"a": 4}, resumed={"a": (0, ([1], [2]), 1, [1, 2, 3, 10])}), {"a": 11})
         assert (tokens_of(step), step.samples.tolist()) == ([[1, 2, 3, 10]], [True])
         assert world.table["a"].output == [10, 11]
@@ -419,17 +419,17 @@ class TestAsync:
         step = world.step(
             records.output({"a": 3}, resumed={"a": (0, ([1], [2]), 0, [1, 2, 3])}, preempted={"a"}), {"a": 12}
         )
-        assert step.admissions[0] != self.first.admissions[0]
-        world.table.append_sampled("a", self.first.admissions[0], 10)
+        assert step.admission_ids[0] != self.first.admission_ids[0]
+        world.table.append_sampled("a", self.first.admission_ids[0], 10)
         assert world.table["a"].output == [12]
         assert world.table["a"].num_tokens == 4
 
     def test_a_token_in_flight_is_stale_once_its_request_has_finished_or_its_id_came_again(self, world, records):
         world.step(records.output({}, finished={"a"}))
-        world.table.append_sampled("a", self.first.admissions[0], 10)
+        world.table.append_sampled("a", self.first.admission_ids[0], 10)
         assert "a" not in world.table
         world.step(records.output({"a": 1}, new=(records.new("a", [7, 8]),)))
-        world.table.append_sampled("a", self.first.admissions[0], 10)
+        world.table.append_sampled("a", self.first.admission_ids[0], 10)
         assert world.table["a"].output == []
         assert world.table["a"].tokens[:2].tolist() == [7, 8]
 
@@ -443,12 +443,12 @@ class TestAsync:
         assert (world.table["a"].num_tokens, world.table["a"].output) == (4, [10])
 
     def test_admissions_are_never_used_twice(self, world, records):
-        seen = [*self.first.admissions]
+        seen = [*self.first.admission_ids]
         for _ in range(3):
             seen += world.step(
                 records.output({"a": 3}, resumed={"a": (0, ([1], [2]), 0, [1, 2, 3])}, preempted={"a"})
-            ).admissions
-        seen += world.step(records.output({"a": 1}, new=(records.new("a", [1]),), finished={"a"})).admissions
+            ).admission_ids
+        seen += world.step(records.output({"a": 1}, new=(records.new("a", [1]),), finished={"a"})).admission_ids
         assert len(set(seen)) == len(seen)
 
 
@@ -456,7 +456,7 @@ def test_there_is_room_for_every_token_up_to_the_longest_sequence(records):
     world = World()
     prompt = list(range(MAX_MODEL_LEN - 1))
     step = world.step(records.output({"a": 63}, new=(records.new("a", prompt, max_tokens=500),)), {"a": 1})
-    world.table.append_sampled("a", step.admissions[0], 2)  # one that was in flight when the request had its last
+    world.table.append_sampled("a", step.admission_ids[0], 2)  # one that was in flight when the request had its last
     assert world.table["a"].output == [1, 2]
     assert world.table["a"].tokens[:63].tolist() == prompt
 

@@ -31,7 +31,7 @@ def step_of(*rows: tuple[int, int, bool], tables: list[list[list[int]]] | None =
         is_prefill=np.ones(count, bool),
         samples=np.ones(count, bool),
         admitted=np.array([r[2] for r in rows], bool),
-        admissions=tuple(range(count)),
+        admission_ids=tuple(range(count)),
         block_ids=tuple(
             np.array(table, np.int32).reshape(count, len(table[0]) if table else 0) for table in tables or made
         ),
