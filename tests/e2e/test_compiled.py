@@ -70,12 +70,12 @@ def test_compiled_layers_give_what_eager_ones_give_without_a_break_or_a_late_gra
         # has no residual yet. The logits are one more.
         kinds = 2 if model == "llama" else 3
         # The profile ran a prefill and a decode on a pool of another size, which is another shape of the attention's.
-        made, shapes = counters["stats"]["unique_graphs"], len(graphs.warm_shapes) + 2
-        assert len(graphs.warm_shapes) < made <= (kinds + 1) * shapes
+        made, shapes = counters["stats"]["unique_graphs"], len(graphs.warmed_shapes) + 2
+        assert len(graphs.warmed_shapes) < made <= (kinds + 1) * shapes
         assert not counters["graph_break"], dict(counters["graph_break"])
         answers = random_load(serving, prompt)
         assert sum(bool(result.cached_tokens) for _, _, result in answers) >= 3
-        assert graphs.num_late_graphs == 0 and not graphs.cold_shapes
+        assert graphs.num_late_graphs == 0 and not graphs.unwarmed_shapes
         assert not counters["graph_break"]
     monkeypatch.setenv("VLLM_GAUDI_COMPILE", "none")
     with engine(path, **FLAGS) as serving:

@@ -94,7 +94,7 @@ def reference(request, checkpoint) -> Reference:
         assert (opened.block_size, opened.chunk) == (model.block, model.chunk)
         assert opened.runner.step.is_async
         made.results = alone(opened, model.lengths)
-        made.shapes = set(opened.runner.graphs.cold_shapes)
+        made.shapes = set(opened.runner.graphs.unwarmed_shapes)
         made.neighbours = {run.__name__: run(opened, model.lengths) for run in (together, backwards, one_by_one)}
     for result in made.results.values():
         assert result.logits.shape[0] == TOKENS and torch.isfinite(result.logits).all()
@@ -231,7 +231,9 @@ def test_neither_buckets_nor_limits_change_a_bit(reference, variant):
     with reference.open(**{"max_num_batched_tokens": WHOLE, **VARIANTS[variant](model)}) as opened:
         assert different(reference, alone(opened, [max(model.lengths)])) == []
         if variant == "other buckets":
-            assert not opened.runner.graphs.cold_shapes & reference.shapes, "the variant runs the reference's shapes"
+            assert not opened.runner.graphs.unwarmed_shapes & reference.shapes, (
+                "the variant runs the reference's shapes"
+            )
         assert different(reference, together(opened, model.lengths)) == []
 
 
@@ -245,7 +247,7 @@ def test_exact_shapes_change_no_bit_of_a_tiny_model_whatever_the_budget(referenc
         for run in (together, one_by_one):
             assert different(reference, run(opened, model.lengths)) == []
         assert bool(cut) == (model.name != "qwen3" and model.chunk == 64)
-        shapes = opened.runner.graphs.cold_shapes
+        shapes = opened.runner.graphs.unwarmed_shapes
         rows = {rows for kind, rows, *_ in shapes if kind == "prefill"}
         assert chunks or rows - {64, 128, 256, 512}, "a length that no buckets has"
         decodes = {batch for kind, _, batch, *_ in shapes if kind == "decode"}

@@ -225,7 +225,7 @@ def test_a_profile_run_leaves_nothing_behind(checkpoint):
         states = {id(state) for state in (*runner.step.caches.conv_states, *runner.step.caches.ssm_states)}
         gdn = [layer.kv_cache for name, layer in runner.layers.items() if hasattr(layer, "bind_state")]
         assert {id(tensor) for pair in gdn for tensor in pair} == states
-        assert runner.graphs.warm_shapes == runner.graphs.cold_shapes == set()
+        assert runner.graphs.warmed_shapes == runner.graphs.unwarmed_shapes == set()
 
 
 # A budget that cannot be

@@ -130,7 +130,7 @@ def test_a_random_load_gives_the_model_no_shape_that_warm_up_did_not(
     with engine(checkpoint(name), **{**SMALL, "block_size": block, "async_scheduling": is_async, **flags}) as opened:
         (shapes,) = seen
         runner = opened.runner
-        assert runner.graphs.warm_shapes == shapes_of(runner.step.grid)
+        assert runner.graphs.warmed_shapes == shapes_of(runner.step.grid)
         warm = shapes_of(runner.step.grid)
         assert shapes.forwards >= warm
         shapes.forwards.clear()
@@ -138,7 +138,7 @@ def test_a_random_load_gives_the_model_no_shape_that_warm_up_did_not(
         random_load(opened)
         assert shapes.forwards <= warm
         assert shapes.logits_rows <= warm_logits
-        assert not runner.graphs.cold_shapes
+        assert not runner.graphs.unwarmed_shapes
         assert "was not warmed-up" not in caplog.text
         assert len(shapes.forwards) > len(warm) // 4, "the load is too uniform to prove anything"
 
@@ -150,7 +150,7 @@ def test_a_shape_outside_the_ladder_would_be_noticed(checkpoint, seen):
         shapes.forwards.clear()
         opened.runner.step.grid.prefill_queries = (48, *opened.runner.step.grid.prefill_queries)
         opened.generate([[11] * 40])
-        assert shapes.forwards - warm == opened.runner.graphs.cold_shapes != set()
+        assert shapes.forwards - warm == opened.runner.graphs.unwarmed_shapes != set()
 
 
 def test_prompt_logprobs_bring_no_shape_beyond_the_query_ladder(checkpoint, seen):
@@ -193,7 +193,7 @@ def test_a_configured_ladder_is_obeyed(checkpoint, seen):
         assert grid.prefill_blocks == (5, 9, 12)
         assert grid.decode_batches == (2, 5)
         assert grid.decode_blocks == (7, 20, 60)
-        assert opened.runner.graphs.warm_shapes == shapes_of(grid)
+        assert opened.runner.graphs.warmed_shapes == shapes_of(grid)
         shapes.forwards.clear()
         random_load(opened)
         assert shapes.forwards <= shapes_of(grid)
@@ -220,7 +220,7 @@ def test_any_legal_ladder_starts_and_covers_the_load(buckets, checkpoint, seen):
         shapes.forwards.clear()
         random_load(opened, num_requests=20)
         assert shapes.forwards <= shapes_of(opened.runner.step.grid)
-        assert not opened.runner.graphs.cold_shapes
+        assert not opened.runner.graphs.unwarmed_shapes
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_warm_up_writes_to_no_block_and_no_slot(name, block, checkpoint):
         caches = opened.runner.step.caches
         geometry = caches.geometry
         null, spare = slice(geometry.block_size), slice(geometry.num_tokens, None)
-        assert len(opened.runner.graphs.warm_shapes) > 5
+        assert len(opened.runner.graphs.warmed_shapes) > 5
         for page in (*caches.k, *caches.v):
             assert page.shape[0] == (geometry.padding_block + 1) * geometry.kernel_block
             assert torch.isnan(page[null.stop : spare.start]).all()
@@ -280,7 +280,7 @@ def test_warm_up_changes_no_bit_of_an_answer(name, checkpoint, monkeypatch):
     for skip in ("0", "1"):
         monkeypatch.setenv("VLLM_SKIP_WARMUP", skip)
         with engine(checkpoint(name), **SMALL) as opened:
-            assert bool(opened.runner.graphs.warm_shapes) == (skip == "0")
+            assert bool(opened.runner.graphs.warmed_shapes) == (skip == "0")
             greedy_answers = opened.generate(prompts, greedy(8))
             sampled = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, detokenize=False)
             answers.append(greedy_answers + opened.generate(prompts, sampled))

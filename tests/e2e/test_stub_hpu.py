@@ -253,7 +253,7 @@ if device.is_hpu():
 with engine(os.environ["CHECKPOINT"], num_gpu_blocks_override=40, **FLAGS) as serving:
     runner = serving.runner
     facts["backend"] = runner.graphs.backend
-    facts["shapes"] = len(runner.graphs.warm_shapes)
+    facts["shapes"] = len(runner.graphs.warmed_shapes)
     facts["layers"] = sorted({type(module).__name__ for module in runner.model.modules()})
     if device.is_hpu():
         facts["start"] = [
@@ -276,7 +276,7 @@ with engine(os.environ["CHECKPOINT"], num_gpu_blocks_override=40, **FLAGS) as se
     facts["cold"] = [[r.cached_tokens, r.tokens] for r in cold]
     facts["hit"] = [[r.cached_tokens, r.tokens] for r in hit]
     facts["hit_is_cold"] = all(torch.equal(a.logits, b.logits) for a, b in zip(hit, cold))
-    facts["late"] = [runner.graphs.num_late_graphs, len(runner.graphs.cold_shapes)]
+    facts["late"] = [runner.graphs.num_late_graphs, len(runner.graphs.unwarmed_shapes)]
     facts["is_async"] = runner.step.is_async
     torch.save([r.logits for r in cold], os.environ["LOGITS"])
     if device.is_hpu():

@@ -49,7 +49,7 @@ def compare(setting: Mapping[str, Any], fault: str = "") -> dict[str, Any]:
             serving.scheduler.max_num_scheduled_tokens = step
             texts = [[source.randrange(10, 500) for _ in range(int(n * serving.block_size))] for n in LENGTHS]
             found[name] = _compare_runs(serving, texts, num_tokens, name)
-        found["late_shapes"] = len(serving.runner.graphs.cold_shapes)
+        found["late_shapes"] = len(serving.runner.graphs.unwarmed_shapes)
     return found
 
 

@@ -38,7 +38,7 @@ def test_a_hit_equals_cold_after_warm_up(
         hit = serving.generate([text], greedy(16))[0]
         assert hit.cached_tokens == 3 * serving.block_size
         assert hit.tokens == cold.tokens
-        assert not serving.runner.graphs.cold_shapes
+        assert not serving.runner.graphs.unwarmed_shapes
 
 
 def test_a_compiled_layer_of_experts_agrees_with_the_references(checkpoint: Callable[..., Path]) -> None:

@@ -8,7 +8,7 @@ Never: input building, sampling or cache movement: those run eagerly between for
 Compilation is regional: each child of a module list (a decoder layer) and the logits product are compiled by
 themselves, with static shapes, so a bucket costs one graph per kind of layer and not one per layer.
 
-Ordering rule: ``seal`` comes after warm-up; from then on a shape that warm-up did not see is reported once.
+Ordering rule: ``finish_warmup`` comes after warm-up; from then on a shape that warm-up did not see is reported once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ logger = init_logger("vllm.vllm_gaudi.graphs")
 
 Shape = tuple[str, int, int, int, int]
 
-MOST_GRAPHS = 1 << 16
+MAX_GRAPHS = 1 << 16
 """Compilations that dynamo may keep: far above the buckets times the layers of any model."""
 
 
-MOST_COLD_SHAPES = 1 << 14
-"""Shapes behind warm-up that are remembered: where forwards have the shape that they need there is no end of them."""
+MAX_UNWARMED_SHAPES = 1 << 14
+"""Shapes after warm-up that are remembered: where forwards have the shape that they need there is no end of them."""
 
 
 def shape_of(inputs: ModelInputs) -> Shape:
@@ -62,9 +62,9 @@ class GraphRunner:
     def __init__(self, model: Any, vllm_config: VllmConfig, backend: str | None = None):
         self._model = model
         self._vllm_config = vllm_config
-        self.warm_shapes: set[Shape] = set()
-        self.cold_shapes: set[Shape] = set()
-        self._is_sealed = False
+        self.warmed_shapes: set[Shape] = set()
+        self.unwarmed_shapes: set[Shape] = set()
+        self._is_warm = False
         self._num_warm_graphs = 0
         self.backend = backend
         self._logits: Callable[[torch.Tensor], torch.Tensor] = model.compute_logits
@@ -92,32 +92,32 @@ class GraphRunner:
 
     def forget_shapes(self) -> None:
         """What has run so far belongs to a pool that does not stay."""
-        self.warm_shapes.clear()
+        self.warmed_shapes.clear()
 
-    def seal(self) -> None:
+    def finish_warmup(self) -> None:
         """Warm-up is over."""
-        self._is_sealed = True
+        self._is_warm = True
         self._num_warm_graphs = _num_graphs()
 
     @property
     def num_late_graphs(self) -> int:
-        """Graphs that dynamo has made in this process since ``seal``: 0 unless warm-up has missed a shape."""
-        return _num_graphs() - self._num_warm_graphs if self._is_sealed else 0
+        """Graphs that dynamo has made in this process since ``finish_warmup``: 0 unless warm-up has missed a shape."""
+        return _num_graphs() - self._num_warm_graphs if self._is_warm else 0
 
     def _compile(self, backend: str) -> None:
-        compat.allow_compiled_shapes(MOST_GRAPHS)
+        compat.allow_compiled_shapes(MAX_GRAPHS)
         for region in regions(self._model):
             region.compile(backend=backend, dynamic=False)
         self._logits = torch.compile(self._model.compute_logits, backend=backend, dynamic=False)
 
     def _record(self, shape: Shape) -> None:
-        if not self._is_sealed:
-            self.warm_shapes.add(shape)
-        elif shape not in self.warm_shapes and shape not in self.cold_shapes:
-            if len(self.cold_shapes) == MOST_COLD_SHAPES:
+        if not self._is_warm:
+            self.warmed_shapes.add(shape)
+        elif shape not in self.warmed_shapes and shape not in self.unwarmed_shapes:
+            if len(self.unwarmed_shapes) == MAX_UNWARMED_SHAPES:
                 return
-            self.cold_shapes.add(shape)
-            if self.warm_shapes:
+            self.unwarmed_shapes.add(shape)
+            if self.warmed_shapes:
                 logger.warning("Configuration: %s was not warmed-up!", shape)
 
 

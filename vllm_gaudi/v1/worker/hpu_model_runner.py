@@ -260,7 +260,7 @@ class HPUModelRunner:
     @torch.inference_mode()
     def finish_warm_up(self) -> None:
         self.step.caches.zero_reserved()
-        self.graphs.seal()
+        self.graphs.finish_warmup()
 
     # The step
 

@@ -71,33 +71,33 @@ def test_shapes_before_the_seal_are_warm_and_others_are_reported_once(runner, in
     said = []
     monkeypatch.setattr(graphs.logger, "warning", lambda *args: said.append(args))
     runner.run(inputs.dummy_inputs(PrefillBucket(1, 16, 1)))
-    runner.seal()
+    runner.finish_warmup()
     runner.run(inputs.dummy_inputs(PrefillBucket(1, 16, 1)))
-    assert (runner.cold_shapes, said) == (set(), [])
+    assert (runner.unwarmed_shapes, said) == (set(), [])
     for _ in range(2):
         runner.run(inputs.dummy_inputs(PrefillBucket(1, 32, 2)))
-    assert runner.cold_shapes == {("prefill", 32, 1, 2, 0)}
+    assert runner.unwarmed_shapes == {("prefill", 32, 1, 2, 0)}
     assert said == [("Configuration: %s was not warmed-up!", ("prefill", 32, 1, 2, 0))]
-    assert runner.warm_shapes == {("prefill", 16, 1, 1, 0)}
+    assert runner.warmed_shapes == {("prefill", 16, 1, 1, 0)}
 
 
 def test_without_warm_up_nothing_is_reported(runner, inputs, monkeypatch):
     from vllm_gaudi.v1.worker import graphs
 
     monkeypatch.setattr(graphs.logger, "warning", lambda *args: pytest.fail("reported"))
-    runner.seal()
+    runner.finish_warmup()
     runner.run(inputs.dummy_inputs(DecodeBucket(1, 8)))
-    assert runner.cold_shapes == {("decode", 16, 1, 8, 0)}
+    assert runner.unwarmed_shapes == {("decode", 16, 1, 8, 0)}
 
 
 def test_no_more_than_some_cold_shapes_are_remembered(runner, inputs, monkeypatch):
     from vllm_gaudi.v1.worker import graphs
 
-    monkeypatch.setattr(graphs, "MOST_COLD_SHAPES", 3)
-    runner.seal()
+    monkeypatch.setattr(graphs, "MAX_UNWARMED_SHAPES", 3)
+    runner.finish_warmup()
     for blocks in range(1, 9):
         runner.run(inputs.dummy_inputs(DecodeBucket(1, blocks)))
-    assert runner.cold_shapes == {("decode", 16, 1, blocks, 0) for blocks in (1, 2, 3)}
+    assert runner.unwarmed_shapes == {("decode", 16, 1, blocks, 0) for blocks in (1, 2, 3)}
 
 
 def test_logits_are_those_of_the_rows_asked_for(runner, inputs):
