@@ -116,7 +116,7 @@ def register_environment_variables() -> None:
             vllm.envs.environment_variables.setdefault(name, lambda name=name: envs.get(name))
 
 
-def allow_compiled_shapes(count: int) -> None:
+def raise_recompile_limit(count: int) -> None:
     """Let dynamo keep ``count`` compilations of one function, warm-up's shapes over all layers; never lowers it."""
     import torch._dynamo
 
@@ -125,14 +125,14 @@ def allow_compiled_shapes(count: int) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
 
 
-def extend(layer: Any, subclass: type) -> None:
+def patch_layer_class(layer: Any, subclass: type) -> None:
     """Make ``layer``, an instance of one of vLLM's classes, an instance of ``subclass``, which adds no state."""
     if not issubclass(subclass, type(layer)):
         raise TypeError(f"{subclass.__name__} is no subclass of {type(layer).__name__}")
     layer.__class__ = subclass
 
 
-def make_accelerator_calls_harmless() -> None:
+def patch_torch_accelerator() -> None:
     """Replace the calls that raise where ``torch.accelerator`` has no device behind it; no-op where it has one."""
     import torch
 

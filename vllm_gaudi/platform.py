@@ -66,7 +66,7 @@ class HpuPlatform(Platform):
         if vllm_config.model_config is None:  # vLLM's own tests and tools build configs without a model
             return
         capabilities.refuse(vllm_config)
-        compat.make_accelerator_calls_harmless()  # with several ranks the engine's process has no worker that would
+        compat.patch_torch_accelerator()  # with several ranks the engine's process has no worker that would
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = WORKER

@@ -177,7 +177,7 @@ def test_accelerator_calls_become_harmless(monkeypatch, accelerator):
     monkeypatch.setattr(accelerator, "is_available", lambda: False)
     monkeypatch.setattr(device, "is_hpu", lambda: False)
     for _ in range(2):
-        compat.make_accelerator_calls_harmless()
+        compat.patch_torch_accelerator()
     for name in ACCELERATOR_CALLS:
         assert getattr(accelerator, name)() is None
     accelerator.synchronize(torch.device("cpu"))
@@ -190,7 +190,7 @@ def test_synchronize_waits_for_the_device_on_an_hpu(monkeypatch, accelerator):
     monkeypatch.setattr(accelerator, "is_available", lambda: True)
     monkeypatch.setattr(device, "is_hpu", lambda: True)
     monkeypatch.setattr(device, "synchronize", lambda: waited.append(True))
-    compat.make_accelerator_calls_harmless()
+    compat.patch_torch_accelerator()
     accelerator.synchronize()
     assert waited == [True]
 
@@ -199,7 +199,7 @@ def test_an_accelerator_that_works_is_left_alone(monkeypatch, accelerator):
     monkeypatch.setattr(accelerator, "is_available", lambda: True)
     monkeypatch.setattr(device, "is_hpu", lambda: False)
     before = [getattr(accelerator, name) for name in ACCELERATOR_CALLS]
-    compat.make_accelerator_calls_harmless()
+    compat.patch_torch_accelerator()
     assert [getattr(accelerator, name) for name in ACCELERATOR_CALLS] == before
 
 
@@ -210,9 +210,9 @@ def test_dynamo_s_limit_is_below_the_ladder():
     names = ("recompile_limit", "accumulated_recompile_limit")
     assert config.recompile_limit <= 64
     with config.patch({name: getattr(config, name) for name in names}):  # a monkeypatch would leave them deleted
-        compat.allow_compiled_shapes(1000)
+        compat.raise_recompile_limit(1000)
         assert config.recompile_limit == config.accumulated_recompile_limit == 1000
-        compat.allow_compiled_shapes(10)
+        compat.raise_recompile_limit(10)
         assert config.recompile_limit == 1000
     assert config.recompile_limit <= 64
 
@@ -239,10 +239,10 @@ def test_a_layer_is_extended_by_a_subclass_of_its_own_class_only():
 
     layer = Layer()
     for _ in range(2):
-        compat.extend(layer, Extended)
+        compat.patch_layer_class(layer, Extended)
     assert layer.twice() == 2
     with pytest.raises(TypeError, match="int is no subclass of Extended"):
-        compat.extend(layer, int)
+        compat.patch_layer_class(layer, int)
 
 
 # Statistics

@@ -49,5 +49,5 @@ def install_attention(model: torch.nn.Module) -> int:
     """Give every attention layer of ``model`` the forward above; returns how many."""
     layers = [module for module in model.modules() if type(module) is Attention]
     for layer in layers:
-        compat.extend(layer, HPUAttention)
+        compat.patch_layer_class(layer, HPUAttention)
     return len(layers)

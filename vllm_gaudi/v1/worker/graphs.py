@@ -105,7 +105,7 @@ class GraphRunner:
         return _num_graphs() - self._num_warm_graphs if self._is_warm else 0
 
     def _compile(self, backend: str) -> None:
-        compat.allow_compiled_shapes(MAX_GRAPHS)
+        compat.raise_recompile_limit(MAX_GRAPHS)
         for region in regions(self._model):
             region.compile(backend=backend, dynamic=False)
         self._logits = torch.compile(self._model.compute_logits, backend=backend, dynamic=False)

@@ -56,7 +56,7 @@ class HPUWorker(WorkerBase):
 
     def init_device(self) -> None:
         device.initialize()
-        compat.make_accelerator_calls_harmless()
+        compat.patch_torch_accelerator()
         self.device = torch.device(device.device_type())
         self.current_platform.check_if_supports_dtype(self.model_config.dtype)
         init_worker_distributed_environment(
