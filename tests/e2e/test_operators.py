@@ -162,9 +162,9 @@ FAULTS = {
 @pytest.mark.parametrize("rule", FAULTS)
 def test_an_operator_that_breaks_a_rule_is_found_in_a_running_engine(rule, checkpoint, monkeypatch):
     with engine(checkpoint("qwen3")) as serving:
-        from vllm_gaudi.ops.registry import load_ops
+        from vllm_gaudi.ops.registry import get_ops
 
-        monkeypatch.setitem(load_ops().__dict__, "reshape_and_cache", FAULTS[rule])
+        monkeypatch.setitem(get_ops().__dict__, "reshape_and_cache", FAULTS[rule])
         with watch(serving.runner, ALLOWED) as seen:
             serving.generate([list(range(20, 60))], greedy(3))
     found = {breach.rule for breach in seen.record.breaches}

@@ -33,7 +33,7 @@ from vllm.platforms import current_platform
 from vllm_gaudi import device
 from vllm_gaudi.attention.backend import HPUAttentionBackend
 from vllm_gaudi.capabilities import block_size_granule
-from vllm_gaudi.ops.registry import Ops, load_ops
+from vllm_gaudi.ops.registry import Ops, get_ops
 from dataclasses import fields
 
 facts = {
@@ -50,7 +50,7 @@ facts = {
     "communicator": current_platform.get_device_communicator_cls(),
     "granule": block_size_granule(),
     "kernel_blocks": [getattr(size, "base", size) for size in HPUAttentionBackend.get_supported_kernel_block_sizes()],
-    "ops": {field.name: getattr(load_ops(), field.name).__module__ for field in fields(Ops)},
+    "ops": {field.name: getattr(get_ops(), field.name).__module__ for field in fields(Ops)},
 }
 from vllm.engine.arg_utils import EngineArgs
 

@@ -205,8 +205,8 @@ if device.is_hpu():
     with device.compile_only() as nothing_runs:
         print(nothing_runs, calls.of("env_setting"))
     print(calls.of("env_setting")[1:])
-from vllm_gaudi.ops.registry import load_ops
-print(load_ops().reshape_and_cache.__module__)
+from vllm_gaudi.ops.registry import get_ops
+print(get_ops().reshape_and_cache.__module__)
 """
 
 

@@ -305,7 +305,7 @@ PLANTED = (
     # room, line that is wrong, what the checker says about it
     ("vllm_gaudi/bucketing/x.py", "import numpy", "imports numpy"),
     ("vllm_gaudi/bucketing/x.py", "from vllm_gaudi import envs", "imports vllm_gaudi.envs"),
-    ("vllm_gaudi/bucketing/x.py", "from ..ops.registry import load_ops", "imports vllm_gaudi.ops.registry.load_ops"),
+    ("vllm_gaudi/bucketing/x.py", "from ..ops.registry import get_ops", "imports vllm_gaudi.ops.registry.get_ops"),
     ("vllm_gaudi/ops/x.py", "def f():\n    from vllm.config import VllmConfig", "imports vllm.config.VllmConfig"),
     ("vllm_gaudi/ops/moe/x.py", "import numpy as np", "imports numpy"),
     ("vllm_gaudi/ops/x.py", "from vllm_gaudi.v1.worker import slots", "imports vllm_gaudi.v1.worker.state_slots"),

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from vllm_gaudi import device
 from vllm_gaudi.attention.metadata import HPUAttentionMetadata
 from vllm_gaudi.capabilities import DEFAULT_BLOCK_SIZE, HOST_BLOCK_GRANULE
-from vllm_gaudi.ops.registry import load_ops
+from vllm_gaudi.ops.registry import get_ops
 
 
 class HPUAttentionBackend(AttentionBackend):
@@ -78,7 +78,7 @@ class HPUAttentionImpl(AttentionImpl):
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self._ops = load_ops()
+        self._ops = get_ops()
 
     def forward(
         self,

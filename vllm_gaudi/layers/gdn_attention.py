@@ -16,7 +16,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
 from vllm_gaudi.attention.metadata import HPUAttentionMetadata
-from vllm_gaudi.ops.registry import load_ops
+from vllm_gaudi.ops.registry import get_ops
 
 
 @QwenGatedDeltaNetAttention.register_oot
@@ -26,7 +26,7 @@ class HPUGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._forward_method = self.forward_slots
-        self._ops = load_ops()
+        self._ops = get_ops()
         self._chunk_size = 0
         self.num_local_k_heads = self.num_k_heads // self.tp_size
         self.num_local_v_heads = self.num_v_heads // self.tp_size

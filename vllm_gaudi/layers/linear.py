@@ -15,10 +15,10 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 from vllm_gaudi.ops.linear import GemmRows, PackedWeight, columns_first, pack_weight
-from vllm_gaudi.ops.registry import UsesOps
+from vllm_gaudi.ops.registry import OpsMixin
 
 
-class RowTiledLinearMethod(UsesOps, UnquantizedLinearMethod):
+class RowTiledLinearMethod(OpsMixin, UnquantizedLinearMethod):
     """vLLM's unquantised method whose products have the rows that the forward's metadata says.
 
     ``packed``: the layer's weight once more, for the tile that has few rows.
@@ -33,7 +33,7 @@ class RowTiledLinearMethod(UsesOps, UnquantizedLinearMethod):
         return self._ops.row_tiled_linear(x, layer.weight, bias, meta.gemm_rows, self._packed)
 
 
-class RowTiledLogitsMethod(UsesOps, UnquantizedEmbeddingMethod):
+class RowTiledLogitsMethod(OpsMixin, UnquantizedEmbeddingMethod):
     """vLLM's unquantised embedding whose logits product runs in tiles of ``row_tile`` rows; 0: over all rows."""
 
     def __init__(self, row_tile: int) -> None:

@@ -19,7 +19,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from vllm_gaudi.ops.registry import UsesOps
+from vllm_gaudi.ops.registry import OpsMixin
 
 
 @MoERunner.register_oot
@@ -50,7 +50,7 @@ class HPUMoERunner(MoERunner):
 
 
 @UnquantizedFusedMoEMethod.register_oot
-class HPUUnquantizedFusedMoEMethod(UsesOps, UnquantizedFusedMoEMethod):
+class HPUUnquantizedFusedMoEMethod(OpsMixin, UnquantizedFusedMoEMethod):
     @property
     def is_monolithic(self) -> bool:
         return True

@@ -15,13 +15,13 @@ from typing import Any, TypeAlias
 import torch
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-from vllm_gaudi.ops.registry import UsesOps
+from vllm_gaudi.ops.registry import OpsMixin
 
 Normed: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @RMSNorm.register_oot
-class HPURMSNorm(UsesOps, RMSNorm):
+class HPURMSNorm(OpsMixin, RMSNorm):
     def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
         """The norm of ``x`` [..., hidden], or of ``x + residual`` together with that sum."""
         if not self.has_weight or self.variance_size_override is not None:
@@ -30,7 +30,7 @@ class HPURMSNorm(UsesOps, RMSNorm):
 
 
 @GemmaRMSNorm.register_oot
-class HPUGemmaRMSNorm(UsesOps, GemmaRMSNorm):
+class HPUGemmaRMSNorm(OpsMixin, GemmaRMSNorm):
     """Its weight is an offset from one, added in float32."""
 
     def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding, RotaryEmbedding
 
-from vllm_gaudi.ops.registry import UsesOps
+from vllm_gaudi.ops.registry import OpsMixin
 
 Rotated = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @RotaryEmbedding.register_oot
-class HPURotaryEmbedding(UsesOps, RotaryEmbedding):
+class HPURotaryEmbedding(OpsMixin, RotaryEmbedding):
     def forward_oot(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Rotated:
         """``positions`` [T]; ``query`` and ``key`` [T, heads * head_size]; only their rotary dimensions turn."""
         table = self._match_cos_sin_cache_dtype(query).index_select(0, positions.flatten())
@@ -34,7 +34,7 @@ class HPURotaryEmbedding(UsesOps, RotaryEmbedding):
 
 
 @MRotaryEmbedding.register_oot
-class HPUMRotaryEmbedding(UsesOps, MRotaryEmbedding):
+class HPUMRotaryEmbedding(OpsMixin, MRotaryEmbedding):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self.mrope_section:

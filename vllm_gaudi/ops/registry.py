@@ -73,17 +73,17 @@ def variant() -> Variant:
 
 
 @functools.cache
-def load_ops() -> Ops:
+def get_ops() -> Ops:
     """The ops of this process's device, chosen on the first call."""
     return Ops(**{field.name: resolve(field.name, variant()) for field in fields(Ops)})
 
 
-class UsesOps:
+class OpsMixin:
     """A layer or method of vLLM's, named before its class, that has the ops of this process as ``_ops``."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._ops = load_ops()
+        self._ops = get_ops()
 
 
 def resolve(name: str, variant: Variant) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from vllm_gaudi.attention.metadata import DecodeAttention, HPUAttentionMetadata, PrefillAttention
-from vllm_gaudi.ops.registry import load_ops, resolve
+from vllm_gaudi.ops.registry import get_ops, resolve
 
 pytestmark = pytest.mark.xdist_group("vllm")  # with --dist loadgroup only one process imports it
 
@@ -57,7 +57,7 @@ def layer():
     torch.manual_seed(0)
     layer = object.__new__(HPUGatedDeltaNetAttention)
     torch.nn.Module.__init__(layer)
-    layer._ops = load_ops()
+    layer._ops = get_ops()
     layer.num_local_k_heads, layer.num_local_v_heads = K_HEADS, V_HEADS
     layer.head_k_dim, layer.head_v_dim = K_DIM, V_DIM
     layer.local_key_dim, layer.local_value_dim = KEY_DIM, VALUE_DIM
@@ -166,7 +166,7 @@ class TestExperts:
         monkeypatch.setattr(moe.UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda self, layer: None)
         method = object.__new__(moe.HPUUnquantizedFusedMoEMethod)
         torch.nn.Module.__init__(method)
-        method._ops = load_ops()
+        method._ops = get_ops()
         method.moe = SimpleNamespace(has_bias=False)
         return method
 

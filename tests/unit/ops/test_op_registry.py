@@ -38,9 +38,9 @@ def test_variants_follow_the_contract_that_their_package_states(name):
 
 def test_a_host_without_gaudi_gets_cpu_variants_and_imports_no_hpu_file():
     script = (
-        "import sys; from vllm_gaudi.ops.registry import TABLE, load_ops, resolve; ops = load_ops();"
+        "import sys; from vllm_gaudi.ops.registry import TABLE, get_ops, resolve; ops = get_ops();"
         "assert all(getattr(ops, n) is resolve(n, 'cpu') for n in TABLE);"
-        "assert load_ops() is ops;"
+        "assert get_ops() is ops;"
         "bad = [m for m in sys.modules if m.split('.')[0] in ('vllm', 'habana_frameworks') or m.endswith('hpu')];"
         "assert not bad, bad"
     )
@@ -56,4 +56,4 @@ def test_unknown_names_are_refused():
 
 def test_the_choice_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        registry.load_ops().experts = None  # type: ignore[misc, assignment]
+        registry.get_ops().experts = None  # type: ignore[misc, assignment]
