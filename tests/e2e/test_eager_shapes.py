@@ -27,7 +27,7 @@ device.device_type = lambda: "cpu"
 import torch
 from vllm import SamplingParams
 from vllm_gaudi.testing.engine import engine
-from tests.support.operator_table import ALLOWED
+from tests.support.operator_table import EXEMPTIONS
 from tests.support.operator_recorder import watch
 
 FLAGS = dict(enable_prefix_caching=True, block_size=128, max_model_len=640, max_num_seqs=6, max_num_batched_tokens=256)
@@ -55,13 +55,13 @@ def load(serving, count, **extra):
 
 
 def shapes(serving, count, **extra):
-    with watch(serving.runner, ALLOWED) as seen:
+    with watch(serving.runner, EXEMPTIONS) as seen:
         hits = load(serving, count, **extra)
     return seen.record.eager_shapes, hits
 
 
 with engine(os.environ["CHECKPOINT"], num_gpu_blocks_override=90, **FLAGS) as serving:
-    with watch(serving.runner, ALLOWED) as seen, torch.inference_mode():
+    with watch(serving.runner, EXEMPTIONS) as seen, torch.inference_mode():
         compile_only = device.compile_only
 
         @contextlib.contextmanager

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tests import with_stub
-from tests.support.operator_recorder import Watch, watch
-from tests.support.operator_table import ALLOWED, OPERATORS
+from tests.support.operator_recorder import OperatorRecorder, watch
+from tests.support.operator_table import EXEMPTIONS, OPERATORS
 from vllm_gaudi import device
 from vllm_gaudi.testing.engine import engine, greedy
 
@@ -48,7 +48,7 @@ def recorded(checkpoint: Callable[..., Path]) -> dict[str, Record]:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_no_step_breaks_a_rule(recorded, path):
-    assert recorded[path]["breaches"] == {}
+    assert recorded[path]["violations"] == {}
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -70,7 +70,7 @@ def test_every_exception_is_needed(recorded):
     """The lists stay short: what nothing uses any more is a row to take out."""
     dtypes = [item for path in PATHS for item in recorded[path]["dtypes"].items()]
     used = {name.split(".")[1] for name, seen in dtypes if "int64" in seen}
-    assert {*ALLOWED.int64, *ALLOWED.int64_moves} <= used
+    assert {*EXEMPTIONS.int64, *EXEMPTIONS.int64_moves} <= used
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -82,9 +82,9 @@ def test_the_host_waits_once_a_step(recorded, path):
 
 
 def test_without_async_scheduling_it_waits_for_the_same_copy(checkpoint):
-    with engine(checkpoint("q35_dense"), async_scheduling=False) as serving, watch(serving.runner, ALLOWED) as seen:
+    with engine(checkpoint("q35_dense"), async_scheduling=False) as serving, watch(serving.runner, EXEMPTIONS) as seen:
         serving.generate([list(range(20, 60))], greedy(5))
-    assert seen.record.breaches == {}
+    assert seen.record.violations == {}
     assert set(seen.record.reads) == {TOKENS} and seen.record.num_sampled == 5
     assert seen.record.reads[TOKENS] == seen.record.num_awaited == 5 + 4  # for the answer, and in the next step again
 
@@ -106,21 +106,21 @@ def test_a_wait_that_no_operator_shows_is_found(fault, checkpoint, monkeypatch):
             "before_forward",
             lambda plan: (fault(serving.runner.step.store), before_forward(plan)),
         )
-        with watch(serving.runner, ALLOWED) as seen:
+        with watch(serving.runner, EXEMPTIONS) as seen:
             serving.generate([list(range(20, 60))], greedy(2))
-    assert {breach.rule for breach in seen.record.breaches} == {"the host waits for the device"}
-    assert {breach.phase for breach in seen.record.breaches} == {"store"}
+    assert {violation.rule for violation in seen.record.violations} == {"the host waits for the device"}
+    assert {violation.phase for violation in seen.record.violations} == {"store"}
 
 
 def test_an_index_of_our_own_operators_is_looked_at(checkpoint, monkeypatch):
     with engine(checkpoint("q35_dense"), enable_prefix_caching=True) as serving:
-        seen = Watch(serving.runner, ALLOWED)
+        seen = OperatorRecorder(serving.runner, EXEMPTIONS)
         page, rows = torch.zeros(4, 2, dtype=torch.int32), torch.tensor([1, 4], dtype=torch.int32)
         with seen.phase("store"):
             ours = torch.ops.vllm_gaudi
-            seen.about_to(ours.zero_rows_.default, ([page], rows))
-            seen.about_to(ours.copy_rows_.default, ([page], [page], rows - 1, rows - 2))
-    assert [(breach.operator, breach.detail) for breach in seen.record.breaches] == [
+            seen.check_indices(ours.zero_rows_.default, ([page], rows))
+            seen.check_indices(ours.copy_rows_.default, ([page], [page], rows - 1, rows - 2))
+    assert [(violation.operator, violation.detail) for violation in seen.record.violations] == [
         ("vllm_gaudi.zero_rows_.default", "1..4 into 4"),
         ("vllm_gaudi.copy_rows_.default", "-1..2 into 4"),
     ]
@@ -165,9 +165,9 @@ def test_an_operator_that_breaks_a_rule_is_found_in_a_running_engine(rule, check
         from vllm_gaudi.ops.registry import get_ops
 
         monkeypatch.setitem(get_ops().__dict__, "reshape_and_cache", FAULTS[rule])
-        with watch(serving.runner, ALLOWED) as seen:
+        with watch(serving.runner, EXEMPTIONS) as seen:
             serving.generate([list(range(20, 60))], greedy(3))
-    found = {breach.rule for breach in seen.record.breaches}
+    found = {violation.rule for violation in seen.record.violations}
     assert rule in found, found
 
 

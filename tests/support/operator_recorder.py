@@ -63,7 +63,7 @@ HOST_READS = (
 
 
 @dataclass(frozen=True)
-class Breach:
+class Violation:
     """One rule that one call broke."""
 
     rule: str
@@ -79,22 +79,22 @@ class Breach:
 
 @dataclass
 class Record:
-    """What was seen: operators by phase with the dtypes they touched, reads by place, and the breaches."""
+    """What was seen: operators by phase with the dtypes they touched, reads by place, and the violations."""
 
     operators: dict[str, Counter[str]] = field(default_factory=dict)  # operator -> phase -> calls
     dtypes: dict[str, set[str]] = field(default_factory=dict)
     reads: Counter[str] = field(default_factory=Counter)
-    breaches: dict[Breach, int] = field(default_factory=dict)
+    violations: dict[Violation, int] = field(default_factory=dict)
     num_steps: int = 0
     num_sampled: int = 0  # steps in which tokens were sampled
     num_awaited: int = 0  # copies to the host that a later step has waited for
     eager_shapes: set[str] = field(default_factory=set)  # calls on the device outside graphs, but for views
 
-    def add(self, breach: Breach) -> None:
-        self.breaches[breach] = self.breaches.get(breach, 0) + 1
+    def add(self, violation: Violation) -> None:
+        self.violations[violation] = self.violations.get(violation, 0) + 1
 
 
-class Watch:
+class OperatorRecorder:
     """Records an engine's steps in ``record``. ``allowed``: what the rules let pass."""
 
     def __init__(self, runner: Any, allowed: Exceptions, record: Record | None = None):
@@ -141,7 +141,7 @@ class Watch:
 
     # What is seen
 
-    def about_to(self, func: Any, args: Any) -> None:
+    def check_indices(self, func: Any, args: Any) -> None:
         """Hold a call to the rules that are looked at before it is made."""
         if self._phase is not None:
             self._judge(operator_rules.BEFORE, self._call(func, args, {}, None))
@@ -165,12 +165,12 @@ class Watch:
     def _judge(self, rules: Mapping[str, Rule], call: Call) -> None:
         for name, rule in rules.items():
             for detail in rule(call):
-                self.record.add(Breach(name, str(call.func), call.phase, _site(), detail))
+                self.record.add(Violation(name, str(call.func), call.phase, _site(), detail))
 
     def wait(self, function: str, *, is_of_this_step: bool) -> None:
         """The host waits for a copy, or for the device."""
         if self._phase is not None and is_of_this_step:
-            self.record.add(Breach(WAIT, function, self._phase, _site()))
+            self.record.add(Violation(WAIT, function, self._phase, _site()))
         elif self._phase is not None:
             self.record.num_awaited += 1
 
@@ -181,11 +181,11 @@ class Watch:
         site = _site()
         self.record.reads[site] += 1
         if not may_read(site, self._phase, self.allowed):
-            self.record.add(Breach(WAIT, function, self._phase, site))
+            self.record.add(Violation(WAIT, function, self._phase, site))
 
 
 class _Operators(TorchDispatchMode):
-    def __init__(self, watch: Watch):
+    def __init__(self, watch: OperatorRecorder):
         super().__init__()
         self._watch = watch
 
@@ -194,14 +194,14 @@ class _Operators(TorchDispatchMode):
             out = func.decompose(*args, **(kwargs or {}))
         if out is not NotImplemented:
             return out
-        self._watch.about_to(func, args)
+        self._watch.check_indices(func, args)
         out = func(*args, **(kwargs or {}))
         self._watch.see(func, args, kwargs or {}, out)
         return out
 
 
 class _Reads(TorchFunctionMode):
-    def __init__(self, watch: Watch):
+    def __init__(self, watch: OperatorRecorder):
         super().__init__()
         self._watch = watch
 
@@ -214,9 +214,9 @@ class _Reads(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def watch(runner: Any, allowed: Exceptions, record: Record | None = None) -> Iterator[Watch]:
+def watch(runner: Any, allowed: Exceptions, record: Record | None = None) -> Iterator[OperatorRecorder]:
     """Record every operator of ``runner``'s steps until the end of the ``with``. Wraps the runner's owners."""
-    seen = Watch(runner, allowed, record)
+    seen = OperatorRecorder(runner, allowed, record)
     with contextlib.ExitStack() as stack:
         _mark_phases(runner, seen, stack)
         _mark_regions(runner, seen, stack)
@@ -252,7 +252,7 @@ def _within(stack: contextlib.ExitStack, owner: Any, name: str, context: Callabl
     _put(stack, owner, name, inside)
 
 
-def _mark_phases(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
+def _mark_phases(runner: Any, seen: OperatorRecorder, stack: contextlib.ExitStack) -> None:
     """The methods of the runner's owners name their phase."""
 
     def phase(owner: Any, method: str, name: str) -> None:
@@ -301,7 +301,7 @@ def _mark_phases(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
     _within(stack, runner, "execute_model", execute)
 
 
-def _mark_waits(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
+def _mark_waits(runner: Any, seen: OperatorRecorder, stack: contextlib.ExitStack) -> None:
     """A copy to the host is waited for in a later step than the one that has issued it; the device itself never is.
 
     Without async scheduling a step waits for its own tokens, and for nothing else.
@@ -326,7 +326,7 @@ def _mark_waits(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
     stack.enter_context(mock.patch.object(device, "synchronize", synchronized))
 
 
-def _mark_regions(runner: Any, seen: Watch, stack: contextlib.ExitStack) -> None:
+def _mark_regions(runner: Any, seen: OperatorRecorder, stack: contextlib.ExitStack) -> None:
     """Mark the modules that would be compiled, and the logits product."""
 
     def region(*args: Any, **kwargs: Any) -> Context:

@@ -2,11 +2,11 @@
 """The rules that a Gaudi holds the operators of a step to, one function each.
 
 Owns: ``BEFORE`` and ``AFTER``, the rules by name, and ``may_read``, the rule for reads by the host.
-Never: what let a call pass (``operator_table.ALLOWED`` says so), or how a call was seen (``operator_recorder``).
+Never: what let a call pass (``operator_table.EXEMPTIONS`` says so), or how a call was seen (``operator_recorder``).
 
 Ordering rule: indices are looked at before the call is made: on a CPU one that is out of range ends it.
 
-A rule takes a ``Call`` and yields one text for each breach, empty where the rule's name says it all.
+A rule takes a ``Call`` and yields one text for each violation, empty where the rule's name says it all.
 """
 
 from __future__ import annotations

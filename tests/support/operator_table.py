@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators that a step may ask of the device, each with the reason why that is safe on a Gaudi.
 
-Owns: the table (``OPERATORS``), the exceptions from the rules (``ALLOWED``), and what ``docs/hpu-operators.md`` shows.
-Never: torch; the documentation is made without it. The rules are in ``operator_rules``.
+Owns: the table (``OPERATORS``), the exceptions from the rules (``EXEMPTIONS``), and what ``docs/hpu-operators.md``
+shows. Never: torch; the documentation is made without it. The rules are in ``operator_rules``.
 
 Ordering rule: a new operator is recorded first (a test names it and its phases), then gets its row here.
 
@@ -55,7 +55,7 @@ class Exceptions:
 
 
 _COUNTS = "vLLM counts tokens for penalties; the counts stay below 2^31"
-ALLOWED = Exceptions(
+EXEMPTIONS = Exceptions(
     int64={
         "argmax": ("sampler", "token ids, below 2^31; cast to int32 before the model sees them"),
         "topk": ("sampler prefill decode", "token ids, and expert ids, which are cast to int32 at once"),
@@ -222,7 +222,7 @@ def documentation() -> str:
         phases = ", ".join(row.phases.split())
         lines.append(f"| `{name}` | {phases} | {paths[row.path]} | {row.why}{made_of} |")
     lines += ["", "Arithmetic on int64 that is let pass:", "", "| operator | in | why |", "| --- | --- | --- |"]
-    lines += [f"| `{name}` | {', '.join(in_.split())} | {why} |" for name, (in_, why) in ALLOWED.int64.items()]
+    lines += [f"| `{name}` | {', '.join(in_.split())} | {why} |" for name, (in_, why) in EXEMPTIONS.int64.items()]
     lines += ["", "Reads by the host that are let pass:", "", "| place | why |", "| --- | --- |"]
-    lines += [f"| `{place}` | {why} |" for place, why in ALLOWED.reads.items()]
+    lines += [f"| `{place}` | {why} |" for place, why in EXEMPTIONS.reads.items()]
     return "\n".join(lines)

@@ -142,7 +142,7 @@ CASES = [
 IDS = [f"{case.row}-{n}" for n, case in enumerate(CASES)]
 ROWS = {row.name: row for row in TABLE}
 
-ALLOWED: list[dict[str, Any]] = [
+EXEMPTIONS: list[dict[str, Any]] = [
     {},
     *(
         {"model__architecture": name, "model__is_hybrid": "3_5" in name or "Next" in name}
@@ -194,7 +194,7 @@ def test_a_setting_is_refused_by_its_row_and_by_no_other(configured, case):
         refuse(config)
 
 
-@pytest.mark.parametrize("settings", ALLOWED, ids=range(len(ALLOWED)))
+@pytest.mark.parametrize("settings", EXEMPTIONS, ids=range(len(EXEMPTIONS)))
 def test_what_is_supported_passes(config_of, settings):
     config = config_of(**settings)
     assert refusals(config) == {}

@@ -9,27 +9,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.operator_recorder import PHASES, Watch, _Operators, _Reads
+from tests.support.operator_recorder import PHASES, OperatorRecorder, _Operators, _Reads
 from tests.support.operator_rules import AFTER, BEFORE
-from tests.support.operator_table import ALLOWED, OPERATORS, Exceptions, documentation
+from tests.support.operator_table import EXEMPTIONS, OPERATORS, Exceptions, documentation
 
 CACHE = torch.zeros(8, 4)
 
 
 @pytest.fixture
-def seen() -> Watch:
+def seen() -> OperatorRecorder:
     caches = SimpleNamespace(k=[CACHE], v=[], conv=[], ssm=[])
-    return Watch(
+    return OperatorRecorder(
         SimpleNamespace(caches=caches, model=torch.nn.Linear(2, 2)), Exceptions(int64_moves=frozenset({"view"}))
     )
 
 
-def rules(seen: Watch, run, phase: str = "decode", inside: bool = False) -> set[str]:
+def rules(seen: OperatorRecorder, run, phase: str = "decode", inside: bool = False) -> set[str]:
     """The rules that ``run`` breaks. A CPU also raises on an index out of range."""
     region = seen.region() if inside else contextlib.nullcontext()
     with contextlib.suppress(IndexError), _Reads(seen), _Operators(seen), seen.phase(phase), region:
         run()
-    return {breach.rule for breach in seen.record.breaches}
+    return {violation.rule for violation in seen.record.violations}
 
 
 FLOATS, MASK = torch.rand(6), torch.tensor([True, False] * 3)
@@ -111,7 +111,7 @@ def test_every_rule_is_broken_by_a_call_of_these_tables():
 def test_what_belongs_to_no_phase_is_not_recorded(seen):
     with _Reads(seen), _Operators(seen):
         assert FLOATS.tolist() and seen.now is None
-    assert not seen.record.operators and not seen.record.breaches
+    assert not seen.record.operators and not seen.record.violations
 
 
 def test_a_composite_is_recorded_as_what_it_is_made_of(seen):
@@ -125,5 +125,5 @@ def test_rows_of_the_table_are_in_order_and_speak_of_known_phases():
     for name, row in OPERATORS.items():
         assert row.why and row.phases and set(row.phases.split()) <= set(PHASES), name
         assert row.path in ("", "host", "gaudi"), name
-    assert all(set(phases.split()) <= set(PHASES) for phases, _ in ALLOWED.int64.values())
+    assert all(set(phases.split()) <= set(PHASES) for phases, _ in EXEMPTIONS.int64.values())
     assert all(name in documentation() for name in OPERATORS)
