@@ -97,7 +97,7 @@ def records() -> Records:
     return Records()
 
 
-class World:
+class TableSetup:
     """A table over ``num_slots`` slots. ``step`` applies an output and samples; ``sampled`` says which tokens came."""
 
     def __init__(self, num_slots: int = 2):
@@ -117,8 +117,8 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def setup() -> TableSetup:
+    return TableSetup()
 
 
 def tokens_of(step: StepRequests) -> list[list[int]]:
@@ -126,8 +126,8 @@ def tokens_of(step: StepRequests) -> list[list[int]]:
 
 
 class TestNew:
-    def test_a_prompt_that_fits_the_step(self, world, records):
-        step = world.step(records.output({"a": 3}, new=(records.new("a", [7, 8, 9], ([4], [5, 6])),), zero=[5, 6]))
+    def test_a_prompt_that_fits_the_step(self, setup, records):
+        step = setup.step(records.output({"a": 3}, new=(records.new("a", [7, 8, 9], ([4], [5, 6])),), zero=[5, 6]))
         assert (step.req_ids, step.num_reqs, step.is_empty) == (("a",), 1, False)
         assert step.state_slots.tolist() == [0]
         assert (step.num_computed_tokens.tolist(), step.num_scheduled_tokens.tolist(), step.end.tolist()) == (
@@ -140,88 +140,88 @@ class TestNew:
         assert [table.tolist() for table in step.block_ids] == [[[4]], [[5, 6]]]
         assert step.fresh_blocks.tolist() == [5, 6]
 
-    def test_dtypes_are_those_of_the_record(self, world, records):
-        step = world.step(records.output({"a": 1}, new=(records.new("a", [7]),)))
+    def test_dtypes_are_those_of_the_record(self, setup, records):
+        step = setup.step(records.output({"a": 1}, new=(records.new("a", [7]),)))
         for name in ("slots", "num_computed_tokens", "num_scheduled_tokens", "end", "fresh_blocks"):
             assert getattr(step, name).dtype == np.int32, name
         for name in ("is_prefill", "samples", "admitted"):
             assert getattr(step, name).dtype == np.bool_, name
         assert {array.dtype for array in (*step.block_ids, *step.tokens)} == {np.dtype(np.int32)}
 
-    def test_a_chunk_of_a_prompt_does_not_sample(self, world, records):
-        step = world.step(records.output({"a": 2}, new=(records.new("a", [7, 8, 9]),)))
+    def test_a_chunk_of_a_prompt_does_not_sample(self, setup, records):
+        step = setup.step(records.output({"a": 2}, new=(records.new("a", [7, 8, 9]),)))
         assert (step.samples.tolist(), tokens_of(step)) == ([False], [[7, 8]])
 
-    def test_a_cached_prefix_is_not_run_again(self, world, records):
-        step = world.step(records.output({"a": 1}, new=(records.new("a", [7, 8, 9], computed=2),)))
+    def test_a_cached_prefix_is_not_run_again(self, setup, records):
+        step = setup.step(records.output({"a": 1}, new=(records.new("a", [7, 8, 9], computed=2),)))
         assert (step.num_computed_tokens.tolist(), tokens_of(step)) == ([2], [[9]])
         assert (step.is_prefill.tolist(), step.samples.tolist()) == ([True], [True])
 
-    def test_a_prompt_of_one_token_is_a_prefill(self, world, records):
-        step = world.step(records.output({"a": 1}, new=(records.new("a", [7]),)))
+    def test_a_prompt_of_one_token_is_a_prefill(self, setup, records):
+        step = setup.step(records.output({"a": 1}, new=(records.new("a", [7]),)))
         assert (step.is_prefill.tolist(), step.samples.tolist()) == ([True], [True])
 
-    def test_several_get_slots_in_scheduler_order_and_tables_are_padded_with_the_null_block(self, world, records):
+    def test_several_get_slots_in_scheduler_order_and_tables_are_padded_with_the_null_block(self, setup, records):
         new = (records.new("b", [1], ([3], [4])), records.new("a", [2, 3], ([5], [6, 7])))
-        step = world.step(records.output({"a": 2, "b": 1}, new=new))
+        step = setup.step(records.output({"a": 2, "b": 1}, new=new))
         assert (step.req_ids, step.state_slots.tolist()) == (("a", "b"), [0, 1])
         assert step.block_ids[1].tolist() == [[6, 7], [4, 0]]
 
-    def test_a_step_without_anything_is_empty(self, world, records):
-        step = world.step(records.output({}))
+    def test_a_step_without_anything_is_empty(self, setup, records):
+        step = setup.step(records.output({}))
         assert step.is_empty and step.num_reqs == 0
         assert [table.shape for table in step.block_ids] == [(0, 0), (0, 0)]
 
-    def test_an_id_that_still_runs_cannot_be_new(self, world, records):
-        world.step(records.output({"a": 1}, new=(records.new("a", [7]),)))
+    def test_an_id_that_still_runs_cannot_be_new(self, setup, records):
+        setup.step(records.output({"a": 1}, new=(records.new("a", [7]),)))
         with pytest.raises(RuntimeError, match="request a is scheduled as new but still runs"):
-            world.step(records.output({"a": 1}, new=(records.new("a", [7]),)))
+            setup.step(records.output({"a": 1}, new=(records.new("a", [7]),)))
 
 
 class TestRunning:
     @pytest.fixture(autouse=True)
-    def _three_tokens_of_five(self, world, records):
-        world.step(records.output({"a": 3}, new=(records.new("a", [5, 6, 7, 8, 9], ([1], [2])),)))
+    def _three_tokens_of_five(self, setup, records):
+        setup.step(records.output({"a": 3}, new=(records.new("a", [5, 6, 7, 8, 9], ([1], [2])),)))
 
-    def test_the_next_chunk(self, world, records):
-        step = world.step(records.output({"a": 2}, running={"a": (3, ([], [3]), 0)}))
+    def test_the_next_chunk(self, setup, records):
+        step = setup.step(records.output({"a": 2}, running={"a": (3, ([], [3]), 0)}))
         assert (step.state_slots.tolist(), step.admitted.tolist()) == ([0], [False])
         assert (tokens_of(step), step.is_prefill.tolist(), step.samples.tolist()) == ([[8, 9]], [True], [True])
         assert [table.tolist() for table in step.block_ids] == [[[1]], [[2, 3]]]
 
-    def test_no_new_blocks_leave_the_tables_as_they_are(self, world, records):
-        step = world.step(records.output({"a": 1}, running={"a": (3, None, 0)}))
+    def test_no_new_blocks_leave_the_tables_as_they_are(self, setup, records):
+        step = setup.step(records.output({"a": 1}, running={"a": (3, None, 0)}))
         assert [table.tolist() for table in step.block_ids] == [[[1]], [[2]]]
         assert step.samples.tolist() == [False]
 
-    def test_the_last_single_token_of_a_prompt_is_a_prefill(self, world, records):
+    def test_the_last_single_token_of_a_prompt_is_a_prefill(self, setup, records):
         """Its state continues on the chunk grid, not by the recurrence."""
-        world.step(records.output({"a": 1}, running={"a": (3, None, 0)}))
-        step = world.step(records.output({"a": 1}, running={"a": (4, None, 0)}), {"a": 11})
+        setup.step(records.output({"a": 1}, running={"a": (3, None, 0)}))
+        step = setup.step(records.output({"a": 1}, running={"a": (4, None, 0)}), {"a": 11})
         assert (step.is_prefill.tolist(), step.samples.tolist(), tokens_of(step)) == ([True], [True], [[9]])
 
-    def test_then_it_decodes_one_token_at_a_time(self, world, records):
-        world.step(records.output({"a": 2}, running={"a": (3, None, 0)}), {"a": 11})
-        step = world.step(records.output({"a": 1}, running={"a": (5, ([], [4]), 1)}), {"a": 12})
+    def test_then_it_decodes_one_token_at_a_time(self, setup, records):
+        setup.step(records.output({"a": 2}, running={"a": (3, None, 0)}), {"a": 11})
+        step = setup.step(records.output({"a": 1}, running={"a": (5, ([], [4]), 1)}), {"a": 12})
         assert (step.is_prefill.tolist(), step.samples.tolist(), step.admitted.tolist()) == ([False], [True], [False])
         assert (step.num_computed_tokens.tolist(), tokens_of(step)) == ([5], [[11]])
         assert step.block_ids[1].tolist() == [[2, 4]]
-        assert world.table["a"].output == [11, 12]
-        assert world.table["a"].prompt == [5, 6, 7, 8, 9]
+        assert setup.table["a"].output == [11, 12]
+        assert setup.table["a"].prompt == [5, 6, 7, 8, 9]
 
-    def test_a_request_that_is_not_scheduled_keeps_slot_and_tokens(self, world, records):
-        world.step(records.output({"a": 2}, running={"a": (3, None, 0)}), {"a": 11})
-        step = world.step(records.output({"b": 1}, new=(records.new("b", [1]),)), {"b": 2})
+    def test_a_request_that_is_not_scheduled_keeps_slot_and_tokens(self, setup, records):
+        setup.step(records.output({"a": 2}, running={"a": (3, None, 0)}), {"a": 11})
+        step = setup.step(records.output({"b": 1}, new=(records.new("b", [1]),)), {"b": 2})
         assert (step.req_ids, step.state_slots.tolist()) == (("b",), [1])
-        assert (world.slot_of("a"), world.slots.num_taken) == (0, 2)
-        step = world.step(records.output({"b": 1, "a": 1}, running={"a": (5, None, 1), "b": (1, None, 1)}))
+        assert (setup.slot_of("a"), setup.slots.num_taken) == (0, 2)
+        step = setup.step(records.output({"b": 1, "a": 1}, running={"a": (5, None, 1), "b": (1, None, 1)}))
         assert (step.req_ids, step.state_slots.tolist()) == (("b", "a"), [1, 0])
         assert tokens_of(step) == [[2], [11]]
         assert step.is_prefill.tolist() == [False, False]
 
-    def test_rows_stand_in_the_order_of_the_schedule_not_of_the_records(self, world, records):
+    def test_rows_stand_in_the_order_of_the_schedule_not_of_the_records(self, setup, records):
         output = records.output({"b": 1, "a": 2}, new=(records.new("b", [1], ([8], [9])),), running={"a": (3, None, 0)})
-        step = world.step(output)
+        step = setup.step(output)
         assert (step.req_ids, step.admitted.tolist()) == (("b", "a"), [True, False])
         assert (step.num_computed_tokens.tolist(), step.num_scheduled_tokens.tolist()) == ([0, 3], [1, 2])
         assert step.block_ids[1].tolist() == [[9], [2]]
@@ -239,65 +239,65 @@ def test_a_table_of_boundaries_is_extended_where_it_ends(records):
 
 class TestReleased:
     @pytest.fixture(autouse=True)
-    def _two_run(self, world, records):
+    def _two_run(self, setup, records):
         """Both slots are taken; ``a`` has 3 tokens and one output, ``b`` the same."""
         new = (records.new("a", [1, 2, 3], ([1], [2])), records.new("b", [4, 5, 6], ([3], [4])))
-        world.step(records.output({"a": 3, "b": 3}, new=new), {"a": 10, "b": 20})
+        setup.step(records.output({"a": 3, "b": 3}, new=new), {"a": 10, "b": 20})
 
-    def test_a_finished_one_is_forgotten_and_its_slot_goes_to_a_new_one_of_the_same_step(self, world, records):
-        step = world.step(
+    def test_a_finished_one_is_forgotten_and_its_slot_goes_to_a_new_one_of_the_same_step(self, setup, records):
+        step = setup.step(
             records.output(
                 {"b": 1, "c": 2}, new=(records.new("c", [7, 8]),), running={"b": (3, None, 1)}, finished={"a"}
             )
         )
         assert (step.req_ids, step.state_slots.tolist()) == (("b", "c"), [1, 0])
-        assert "a" not in world.table and len(world.table) == 2
+        assert "a" not in setup.table and len(setup.table) == 2
 
-    def test_two_finished_ones_make_room_for_two(self, world, records):
+    def test_two_finished_ones_make_room_for_two(self, setup, records):
         new = (records.new("d", [7]), records.new("c", [8]))
-        step = world.step(records.output({"d": 1, "c": 1}, new=new, finished={"b", "a"}))
+        step = setup.step(records.output({"d": 1, "c": 1}, new=new, finished={"b", "a"}))
         assert step.state_slots.tolist() == [0, 1]
 
-    def test_without_room_a_new_one_is_an_error(self, world, records):
+    def test_without_room_a_new_one_is_an_error(self, setup, records):
         with pytest.raises(RuntimeError, match="all 2 slots are taken"):
-            world.step(records.output({"c": 1}, new=(records.new("c", [8]),)))
+            setup.step(records.output({"c": 1}, new=(records.new("c", [8]),)))
 
-    def test_one_that_finishes_without_ever_having_run_is_nothing(self, world, records):
-        world.step(records.output({}, finished={"waited only"}))
-        assert (len(world.table), world.slots.num_taken) == (2, 2)
+    def test_one_that_finishes_without_ever_having_run_is_nothing(self, setup, records):
+        setup.step(records.output({}, finished={"waited only"}))
+        assert (len(setup.table), setup.slots.num_taken) == (2, 2)
 
-    def test_an_id_may_finish_and_come_again_in_one_step(self, world, records):
-        before = world.table["a"]
-        step = world.step(records.output({"a": 2}, new=(records.new("a", [7, 8], ([5], [6])),), finished={"a"}))
+    def test_an_id_may_finish_and_come_again_in_one_step(self, setup, records):
+        before = setup.table["a"]
+        step = setup.step(records.output({"a": 2}, new=(records.new("a", [7, 8], ([5], [6])),), finished={"a"}))
         assert (step.state_slots.tolist(), step.admitted.tolist(), tokens_of(step)) == ([0], [True], [[7, 8]])
-        assert world.table["a"] is not before
-        assert world.table["a"].output == []
+        assert setup.table["a"] is not before
+        assert setup.table["a"].output == []
         assert step.block_ids[1].tolist() == [[6]]
 
-    def test_a_preempted_one_gives_its_slot_back_and_stays_known(self, world, records):
-        step = world.step(records.output({"b": 1}, running={"b": (3, None, 1)}, preempted={"a"}))
-        assert (step.req_ids, world.slot_of("a"), world.slots.num_taken) == (("b",), None, 1)
-        assert "a" in world.table
-        assert world.table["a"].output == [10]
+    def test_a_preempted_one_gives_its_slot_back_and_stays_known(self, setup, records):
+        step = setup.step(records.output({"b": 1}, running={"b": (3, None, 1)}, preempted={"a"}))
+        assert (step.req_ids, setup.slot_of("a"), setup.slots.num_taken) == (("b",), None, 1)
+        assert "a" in setup.table
+        assert setup.table["a"].output == [10]
 
-    def test_the_slot_of_a_preempted_one_goes_to_a_new_one_of_the_same_step(self, world, records):
-        step = world.step(records.output({"c": 1}, new=(records.new("c", [8]),), preempted={"a"}))
+    def test_the_slot_of_a_preempted_one_goes_to_a_new_one_of_the_same_step(self, setup, records):
+        step = setup.step(records.output({"c": 1}, new=(records.new("c", [8]),), preempted={"a"}))
         assert step.state_slots.tolist() == [0]
 
-    def test_a_preempted_one_that_is_aborted_gives_its_slot_back_once(self, world, records):
-        world.step(records.output({}, preempted={"a"}, finished={"a"}))
-        assert ("a" in world.table, world.slots.num_taken) == (False, 1)
-        world.step(records.output({}, finished={"a"}))
-        assert world.slots.num_taken == 1
+    def test_a_preempted_one_that_is_aborted_gives_its_slot_back_once(self, setup, records):
+        setup.step(records.output({}, preempted={"a"}, finished={"a"}))
+        assert ("a" in setup.table, setup.slots.num_taken) == (False, 1)
+        setup.step(records.output({}, finished={"a"}))
+        assert setup.slots.num_taken == 1
 
-    def test_one_preempted_earlier_may_finish_later(self, world, records):
-        world.step(records.output({}, preempted={"a"}))
-        world.step(records.output({}, finished={"a"}))
-        assert ("a" in world.table, world.slots.num_taken) == (False, 1)
+    def test_one_preempted_earlier_may_finish_later(self, setup, records):
+        setup.step(records.output({}, preempted={"a"}))
+        setup.step(records.output({}, finished={"a"}))
+        assert ("a" in setup.table, setup.slots.num_taken) == (False, 1)
 
-    def test_a_resumed_one_starts_over_with_other_blocks_and_all_its_tokens(self, world, records):
-        world.step(records.output({"c": 1}, new=(records.new("c", [8]),), preempted={"a"}), {"c": 9})
-        step = world.step(
+    def test_a_resumed_one_starts_over_with_other_blocks_and_all_its_tokens(self, setup, records):
+        setup.step(records.output({"c": 1}, new=(records.new("c", [8]),), preempted={"a"}), {"c": 9})
+        step = setup.step(
             records.output(
                 {"a": 3}, resumed={"a": (0, ([6], [7, 8]), 1, [1, 2, 3, 10])}, preempted=set(), finished={"b"}
             )
@@ -305,41 +305,41 @@ class TestReleased:
         assert (step.state_slots.tolist(), step.admitted.tolist()) == ([1], [True])
         assert [table.tolist() for table in step.block_ids] == [[[6]], [[7, 8]]]
         assert (tokens_of(step), step.samples.tolist(), step.is_prefill.tolist()) == ([[1, 2, 3]], [False], [True])
-        step = world.step(records.output({"a": 1}, running={"a": (3, None, 1)}), {"a": 11})
+        step = setup.step(records.output({"a": 1}, running={"a": (3, None, 1)}), {"a": 11})
         assert (step.admitted.tolist(), step.samples.tolist()) == ([False], [True])
-        assert world.table["a"].output == [10, 11]
+        assert setup.table["a"].output == [10, 11]
 
-    def test_a_resumed_one_may_start_from_a_cached_prefix(self, world, records):
-        world.step(records.output({}, preempted={"a"}))
-        step = world.step(records.output({"a": 2}, resumed={"a": (2, ([6], [7, 8]), 1, [1, 2, 3, 10])}), {"a": 11})
+    def test_a_resumed_one_may_start_from_a_cached_prefix(self, setup, records):
+        setup.step(records.output({}, preempted={"a"}))
+        step = setup.step(records.output({"a": 2}, resumed={"a": (2, ([6], [7, 8]), 1, [1, 2, 3, 10])}), {"a": 11})
         assert (step.num_computed_tokens.tolist(), tokens_of(step)) == ([2], [[3, 10]])
         assert (step.is_prefill.tolist(), step.samples.tolist()) == ([True], [True])
 
-    def test_preempted_and_resumed_in_one_output(self, world, records):
+    def test_preempted_and_resumed_in_one_output(self, setup, records):
         """``reset_prefix_cache`` of running requests does that: slots are given back before they are taken again."""
         resumed = {"b": (0, ([5], [6]), 1, [4, 5, 6, 20]), "a": (0, ([7], [8]), 1, [1, 2, 3, 10])}
-        step = world.step(records.output({"b": 4, "a": 4}, resumed=resumed, preempted={"a", "b"}), {"a": 11, "b": 21})
+        step = setup.step(records.output({"b": 4, "a": 4}, resumed=resumed, preempted={"a", "b"}), {"a": 11, "b": 21})
         assert (step.state_slots.tolist(), step.admitted.tolist()) == ([0, 1], [True, True])
         assert tokens_of(step) == [[4, 5, 6, 20], [1, 2, 3, 10]]
-        assert world.slots.num_taken == 2
+        assert setup.slots.num_taken == 2
         assert step.block_ids[1].tolist() == [[6], [8]]
 
-    def test_resumed_without_having_been_announced_as_preempted(self, world, records):
-        step = world.step(records.output({"a": 4}, resumed={"a": (0, ([7], [8]), 1, [1, 2, 3, 10])}))
-        assert (step.state_slots.tolist(), world.slots.num_taken) == ([0], 2)
+    def test_resumed_without_having_been_announced_as_preempted(self, setup, records):
+        step = setup.step(records.output({"a": 4}, resumed={"a": (0, ([7], [8]), 1, [1, 2, 3, 10])}))
+        assert (step.state_slots.tolist(), setup.slots.num_taken) == ([0], 2)
 
-    def test_a_resumed_one_whose_replay_stops_one_token_short_runs_its_own_last_token(self, world, records):
+    def test_a_resumed_one_whose_replay_stops_one_token_short_runs_its_own_last_token(self, setup, records):
         """The budget cuts its replay (4 tokens) after 3. The 4th is known to the host and was never sampled in the slot
         that it has now, whose last token is another request's."""
         inputs = builder()
-        remember(inputs, world, "a", 10)
-        remember(inputs, world, "b", 20)
-        world.step(records.output({"b": 1}, running={"b": (3, None, 1)}, preempted={"a"}), {"b": 21})
-        remember(inputs, world, "b", 21)
-        step = world.step(records.output({"a": 3}, resumed={"a": (0, ([6], [7]), 1, [1, 2, 3, 10])}, finished={"b"}))
+        remember(inputs, setup, "a", 10)
+        remember(inputs, setup, "b", 20)
+        setup.step(records.output({"b": 1}, running={"b": (3, None, 1)}, preempted={"a"}), {"b": 21})
+        remember(inputs, setup, "b", 21)
+        step = setup.step(records.output({"a": 3}, resumed={"a": (0, ([6], [7]), 1, [1, 2, 3, 10])}, finished={"b"}))
         assert (step.state_slots.tolist(), step.samples.tolist()) == ([0], [False])
-        remember(inputs, world, "a", 99)  # what any earlier holder of the slot has left there
-        step = world.step(records.output({"a": 1}, running={"a": (3, None, 1)}))
+        remember(inputs, setup, "a", 99)  # what any earlier holder of the slot has left there
+        step = setup.step(records.output({"a": 1}, running={"a": (3, None, 1)}))
         assert step.samples.tolist() == [True]
         (forward,) = inputs.build(step, {})
         row = int(forward.logits_indices[0])
@@ -363,118 +363,118 @@ def builder() -> InputBuilder:
     )
 
 
-def remember(inputs: InputBuilder, world: World, req_id: str, token: int) -> None:
-    inputs.store_sampled_tokens(np.array([world.slot_of(req_id)], np.int32), torch.tensor([token]))
+def remember(inputs: InputBuilder, setup: TableSetup, req_id: str, token: int) -> None:
+    inputs.store_sampled_tokens(np.array([setup.slot_of(req_id)], np.int32), torch.tensor([token]))
 
 
 class TestAsync:
     """The next step is scheduled before the last one's tokens have reached the host."""
 
     @pytest.fixture(autouse=True)
-    def _one_in_flight(self, world, records):
+    def _one_in_flight(self, setup, records):
         """``a`` has run its prompt of 3; its first token exists but is not known to the host."""
-        self.first = world.step(records.output({"a": 3}, new=(records.new("a", [1, 2, 3]),)))
+        self.first = setup.step(records.output({"a": 3}, new=(records.new("a", [1, 2, 3]),)))
 
-    def test_a_token_in_flight_counts(self, world, records):
-        step = world.step(records.output({"a": 1}, running={"a": (3, None, 1)}))
+    def test_a_token_in_flight_counts(self, setup, records):
+        step = setup.step(records.output({"a": 1}, running={"a": (3, None, 1)}))
         assert (step.is_prefill.tolist(), step.samples.tolist(), step.num_computed_tokens.tolist()) == (
             [False],
             [True],
             [3],
         )
-        step = world.step(records.output({"a": 1}, running={"a": (4, None, 2)}))
+        step = setup.step(records.output({"a": 1}, running={"a": (4, None, 2)}))
         assert (step.is_prefill.tolist(), step.samples.tolist(), step.num_computed_tokens.tolist()) == (
             [False],
             [True],
             [4],
         )
-        assert world.table["a"].output == []
+        assert setup.table["a"].output == []
 
-    def test_tokens_arrive_later_in_order(self, world, records):
-        second = world.step(records.output({"a": 1}, running={"a": (3, None, 1)}))
-        world.table.append_sampled("a", self.first.admission_ids[0], 10)
-        world.step(records.output({"a": 1}, running={"a": (4, None, 2)}))
-        world.table.append_sampled("a", second.admission_ids[0], 11)
-        assert world.table["a"].output == [10, 11]
-        assert world.table["a"].tokens[:5].tolist() == [1, 2, 3, 10, 11]
+    def test_tokens_arrive_later_in_order(self, setup, records):
+        second = setup.step(records.output({"a": 1}, running={"a": (3, None, 1)}))
+        setup.table.append_sampled("a", self.first.admission_ids[0], 10)
+        setup.step(records.output({"a": 1}, running={"a": (4, None, 2)}))
+        setup.table.append_sampled("a", second.admission_ids[0], 11)
+        assert setup.table["a"].output == [10, 11]
+        assert setup.table["a"].tokens[:5].tolist() == [1, 2, 3, 10, 11]
 
-    def test_the_list_of_outputs_stays_the_same_object(self, world, records):
+    def test_the_list_of_outputs_stays_the_same_object(self, setup, records):
         """Sampling holds on to it: penalties look at what it has become, also after a preemption."""
-        output = world.table["a"].output
-        world.table.append_sampled("a", self.first.admission_ids[0], 10)
-        world.step(records.output({}, preempted={"a"}))
-        world.step(records.output({"a": 4}, resumed={"a": (0, ([1], [2]), 1, [1, 2, 3, 10])}))
-        assert world.table["a"].output is output
+        output = setup.table["a"].output
+        setup.table.append_sampled("a", self.first.admission_ids[0], 10)
+        setup.step(records.output({}, preempted={"a"}))
+        setup.step(records.output({"a": 4}, resumed={"a": (0, ([1], [2]), 1, [1, 2, 3, 10])}))
+        assert setup.table["a"].output is output
         assert output == [10]
 
-    def test_a_token_in_flight_is_delivered_to_a_preempted_request(self, world, records):
-        world.step(records.output({}, preempted={"a"}))
-        world.table.append_sampled("a", self.first.admission_ids[0], 10)
-        step = world.step(records.output({"a": 4}, resumed={"a": (0, ([1], [2]), 1, [1, 2, 3, 10])}), {"a": 11})
+    def test_a_token_in_flight_is_delivered_to_a_preempted_request(self, setup, records):
+        setup.step(records.output({}, preempted={"a"}))
+        setup.table.append_sampled("a", self.first.admission_ids[0], 10)
+        step = setup.step(records.output({"a": 4}, resumed={"a": (0, ([1], [2]), 1, [1, 2, 3, 10])}), {"a": 11})
         assert (tokens_of(step), step.samples.tolist()) == ([[1, 2, 3, 10]], [True])
-        assert world.table["a"].output == [10, 11]
+        assert setup.table["a"].output == [10, 11]
 
-    def test_a_token_in_flight_is_stale_once_its_request_was_admitted_anew(self, world, records):
+    def test_a_token_in_flight_is_stale_once_its_request_was_admitted_anew(self, setup, records):
         """Preempted and resumed in one output: the scheduler drops the token and has it sampled again."""
-        step = world.step(
+        step = setup.step(
             records.output({"a": 3}, resumed={"a": (0, ([1], [2]), 0, [1, 2, 3])}, preempted={"a"}), {"a": 12}
         )
         assert step.admission_ids[0] != self.first.admission_ids[0]
-        world.table.append_sampled("a", self.first.admission_ids[0], 10)
-        assert world.table["a"].output == [12]
-        assert world.table["a"].num_tokens == 4
+        setup.table.append_sampled("a", self.first.admission_ids[0], 10)
+        assert setup.table["a"].output == [12]
+        assert setup.table["a"].num_tokens == 4
 
-    def test_a_token_in_flight_is_stale_once_its_request_has_finished_or_its_id_came_again(self, world, records):
-        world.step(records.output({}, finished={"a"}))
-        world.table.append_sampled("a", self.first.admission_ids[0], 10)
-        assert "a" not in world.table
-        world.step(records.output({"a": 1}, new=(records.new("a", [7, 8]),)))
-        world.table.append_sampled("a", self.first.admission_ids[0], 10)
-        assert world.table["a"].output == []
-        assert world.table["a"].tokens[:2].tolist() == [7, 8]
+    def test_a_token_in_flight_is_stale_once_its_request_has_finished_or_its_id_came_again(self, setup, records):
+        setup.step(records.output({}, finished={"a"}))
+        setup.table.append_sampled("a", self.first.admission_ids[0], 10)
+        assert "a" not in setup.table
+        setup.step(records.output({"a": 1}, new=(records.new("a", [7, 8]),)))
+        setup.table.append_sampled("a", self.first.admission_ids[0], 10)
+        assert setup.table["a"].output == []
+        assert setup.table["a"].tokens[:2].tolist() == [7, 8]
 
-    def test_only_settled_tokens_are_known_after_a_resume(self, world, records):
+    def test_only_settled_tokens_are_known_after_a_resume(self, setup, records):
         """More outputs announced than tokens sent (a placeholder), or more tokens sent than announced: the fewer."""
-        world.step(records.output({}, preempted={"a"}))
-        world.step(records.output({"a": 3}, resumed={"a": (0, ([1], [2]), 3, [1, 2, 3, 10])}))
-        assert (world.table["a"].num_tokens, world.table["a"].output) == (4, [10])
-        world.step(records.output({}, preempted={"a"}))
-        world.step(records.output({"a": 3}, resumed={"a": (0, ([1], [2]), 1, [1, 2, 3, 10, 11])}))
-        assert (world.table["a"].num_tokens, world.table["a"].output) == (4, [10])
+        setup.step(records.output({}, preempted={"a"}))
+        setup.step(records.output({"a": 3}, resumed={"a": (0, ([1], [2]), 3, [1, 2, 3, 10])}))
+        assert (setup.table["a"].num_tokens, setup.table["a"].output) == (4, [10])
+        setup.step(records.output({}, preempted={"a"}))
+        setup.step(records.output({"a": 3}, resumed={"a": (0, ([1], [2]), 1, [1, 2, 3, 10, 11])}))
+        assert (setup.table["a"].num_tokens, setup.table["a"].output) == (4, [10])
 
-    def test_admissions_are_never_used_twice(self, world, records):
+    def test_admissions_are_never_used_twice(self, setup, records):
         seen = [*self.first.admission_ids]
         for _ in range(3):
-            seen += world.step(
+            seen += setup.step(
                 records.output({"a": 3}, resumed={"a": (0, ([1], [2]), 0, [1, 2, 3])}, preempted={"a"})
             ).admission_ids
-        seen += world.step(records.output({"a": 1}, new=(records.new("a", [1]),), finished={"a"})).admission_ids
+        seen += setup.step(records.output({"a": 1}, new=(records.new("a", [1]),), finished={"a"})).admission_ids
         assert len(set(seen)) == len(seen)
 
 
 def test_there_is_room_for_every_token_up_to_the_longest_sequence(records):
-    world = World()
+    setup = TableSetup()
     prompt = list(range(MAX_MODEL_LEN - 1))
-    step = world.step(records.output({"a": 63}, new=(records.new("a", prompt, max_tokens=500),)), {"a": 1})
-    world.table.append_sampled("a", step.admission_ids[0], 2)  # one that was in flight when the request had its last
-    assert world.table["a"].output == [1, 2]
-    assert world.table["a"].tokens[:63].tolist() == prompt
+    step = setup.step(records.output({"a": 63}, new=(records.new("a", prompt, max_tokens=500),)), {"a": 1})
+    setup.table.append_sampled("a", step.admission_ids[0], 2)  # one that was in flight when the request had its last
+    assert setup.table["a"].output == [1, 2]
+    assert setup.table["a"].tokens[:63].tolist() == prompt
 
 
 class TestRefused:
-    def test_block_copies(self, world, records):
+    def test_block_copies(self, setup, records):
         copies = [records.block_copy(0, 1)] if callable(records.block_copy) else [(0, 1)]
         with pytest.raises(RuntimeError, match="block copies .* refused at start"):
-            world.step(records.output({}, kv_cache_block_copies=copies))
+            setup.step(records.output({}, kv_cache_block_copies=copies))
 
-    def test_draft_tokens(self, world, records):
+    def test_draft_tokens(self, setup, records):
         with pytest.raises(RuntimeError, match="draft tokens"):
-            world.step(records.output({}, scheduled_spec_decode_tokens={"a": [1]}))
+            setup.step(records.output({}, scheduled_spec_decode_tokens={"a": [1]}))
 
-    def test_replaced_block_tables(self, world, records):
-        world.step(records.output({"a": 1}, new=(records.new("a", [1]),)))
+    def test_replaced_block_tables(self, setup, records):
+        setup.step(records.output({"a": 1}, new=(records.new("a", [1]),)))
         with pytest.raises(RuntimeError, match="block"):
-            world.step(records.output({}, block_table_updates={"a": ([3], [4])}))
+            setup.step(records.output({}, block_table_updates={"a": ([3], [4])}))
 
 
 RANKS = """
