@@ -6,20 +6,21 @@ plays many, drained in between. After every step the slots in use are exactly th
 whose end the worker hears of with the next step), and all that is free and not cached (blocks, slots, TRASH) is filled
 with NaN, so that whoever reads what it did not write is found out.
 
-A failure prints the seed, the events and a line that plays it again. ``RANDOM_SCHEDULES=17`` plays one seed,
-``RANDOM_SCHEDULES=100-180`` plays many.
+A failure prints the seed, the events and a line that plays it again: ``--seeds 17`` plays one seed, ``--seeds 100-180``
+many.
 """
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+
+from tests.share import share_of
 
 BLOCK = 16
 MAX_SEQS = 4
@@ -57,7 +58,7 @@ class Solo:
 
 
 @dataclass
-class World:
+class WatchedEngine:
     """One engine under watch. Request ids are vLLM's internal ones unless they come from the harness."""
 
     engine: Any
@@ -146,7 +147,7 @@ class World:
         assert runner.step.state_slots.num_taken == 0
         assert len(runner.step.requests) == 0
         assert not runner.sampling._states
-        assert not runner.step.prompt_logprobs._partial
+        assert not runner.step.prompt_logprobs._in_flight
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         for tensor in runner.step.caches.conv_states + runner.step.caches.ssm_states:
@@ -207,9 +208,9 @@ class Wish:
 
 @dataclass
 class Schedule:
-    """One schedule on a world at rest; ``log`` tells what happened, for the report of a failure."""
+    """One schedule on a watched at rest; ``log`` tells what happened, for the report of a failure."""
 
-    world: World
+    watched: WatchedEngine
     draw: random.Random
     log: list[str]
     asked: dict[str, Wish] = field(default_factory=dict)
@@ -218,11 +219,11 @@ class Schedule:
     dropped: set[str] = field(default_factory=set)  # a token in flight of these may have been thrown away
 
     def play(self) -> None:
-        world, draw = self.world, self.draw
+        watched, draw = self.watched, self.draw
         wishes = [self.draw_wish() for _ in range(draw.randrange(4, 9))]
-        crowd = [self.draw_wish(prompt, limit) for prompt, limit in world.crowd] if draw.random() < 0.3 else []
-        world.rows.clear()
-        world.preempted.clear()
+        crowd = [self.draw_wish(prompt, limit) for prompt, limit in watched.crowd] if draw.random() < 0.3 else []
+        watched.rows.clear()
+        watched.preempted.clear()
         for wish in crowd:
             self.add(wish)
         while wishes or self.alive:
@@ -240,26 +241,26 @@ class Schedule:
                 self.step(draw.randrange(4))
             else:
                 self.step(1 if event != "run" else draw.randrange(2, 12))
-        world.drain()
-        world.check_rest()
+        watched.drain()
+        watched.check_rest()
         for req_id in self.finished:
             self.compare(req_id)
 
     def draw_wish(self, prompt: int | None = None, limit: int | None = None) -> Wish:
-        prompt = self.draw.randrange(len(self.world.prompts)) if prompt is None else prompt
-        solo = self.world.solo(prompt)
+        prompt = self.draw.randrange(len(self.watched.prompts)) if prompt is None else prompt
+        solo = self.watched.solo(prompt)
         max_tokens = limit or self.draw.choice((1, 9, 20, MAX_NEW, MAX_NEW, MAX_NEW))
         stop = self.draw.choice(solo.tokens) if self.draw.random() < 0.2 else None
         tokens = solo.tokens[:max_tokens]
         if stop in tokens:
             tokens = tokens[: tokens.index(stop) + 1]
-        return Wish(prompt, tokens, max_tokens, stop, self.draw.randrange(3) if self.world.is_priority else 0)
+        return Wish(prompt, tokens, max_tokens, stop, self.draw.randrange(3) if self.watched.is_priority else 0)
 
     def add(self, wish: Wish) -> None:
-        world = self.world
-        params = world.params(wish.prompt, wish.max_tokens, wish.stop)
-        req_id = world.engine.add(world.prompts[wish.prompt], params, priority=wish.priority)
-        kind, length = world.kind(wish.prompt).name, len(world.prompts[wish.prompt])
+        watched = self.watched
+        params = watched.params(wish.prompt, wish.max_tokens, wish.stop)
+        req_id = watched.engine.add(watched.prompts[wish.prompt], params, priority=wish.priority)
+        kind, length = watched.kind(wish.prompt).name, len(watched.prompts[wish.prompt])
         self.log.append(f"{req_id}={kind}:{length}+{len(wish.tokens)}:{wish.priority}")
         self.asked[req_id] = wish
         self.alive.append(req_id)
@@ -267,19 +268,19 @@ class Schedule:
     def abort(self) -> None:
         req_id = self.alive.pop(self.draw.randrange(len(self.alive)))
         self.log.append(req_id)
-        self.world.engine.abort(req_id)
+        self.watched.engine.abort(req_id)
 
     def reset(self) -> None:
         """Of the prefix cache, half the time with all running requests preempted and resumed in one step."""
         running_too = self.draw.random() < 0.5
         self.log.append(str(running_too))
         if running_too:
-            self.dropped |= {outer_id(request.request_id) for request in self.world.engine.scheduler.running}
-        self.world.engine.vllm_engine.reset_prefix_cache(reset_running_requests=running_too)
+            self.dropped |= {outer_id(request.request_id) for request in self.watched.engine.scheduler.running}
+        self.watched.engine.vllm_engine.reset_prefix_cache(reset_running_requests=running_too)
 
     def step(self, times: int) -> None:
         for _ in range(times):
-            for req_id in self.world.step():
+            for req_id in self.watched.step():
                 if req_id in self.alive:
                     self.alive.remove(req_id)
                     self.finished.append(req_id)
@@ -292,19 +293,19 @@ class Schedule:
         raise AssertionError(f"{self.alive} never finish")
 
     def compare(self, req_id: str) -> None:
-        world, wish = self.world, self.asked[req_id]
-        result, solo = world.engine.take(req_id), world.solo(wish.prompt)
-        world.num_hits += bool(result.cached_tokens)
-        if req_id in self.dropped and world.is_async and world.kind(wish.prompt).is_seeded:
+        watched, wish = self.watched, self.asked[req_id]
+        result, solo = watched.engine.take(req_id), watched.solo(wish.prompt)
+        watched.num_hits += bool(result.cached_tokens)
+        if req_id in self.dropped and watched.is_async and watched.kind(wish.prompt).is_seeded:
             return  # the token that was thrown away has moved the generator on
         assert result.tokens == wish.tokens, f"tokens of {req_id}"
-        internal = world.internal(req_id)
-        start = len(world.prompts[wish.prompt])
-        logits = torch.stack([world.rows[internal][start + n] for n in range(len(result.tokens))])
+        internal = watched.internal(req_id)
+        start = len(watched.prompts[wish.prompt])
+        logits = torch.stack([watched.rows[internal][start + n] for n in range(len(result.tokens))])
         expected = solo.logits[: len(logits)]
         difference = (logits - expected).abs().max().item()
         assert difference <= TOLERANCE, f"logits of {req_id} differ by {difference}"
-        if internal not in world.preempted:
+        if internal not in watched.preempted:
             assert torch.equal(logits, expected), f"{req_id} was never preempted, but its logits differ by {difference}"
         scored = scores(result.prompt_logprobs)
         assert scored == pytest.approx(solo.prompt_logprobs, abs=TOLERANCE), f"prompt logprobs of {req_id}"
@@ -320,22 +321,14 @@ def scores(prompt_logprobs: Any) -> list[float]:
     return [next(iter(entry.values())).logprob for entry in (prompt_logprobs or [])[1:]]
 
 
-def seeds(first: int, count: int) -> Iterator[int]:
-    asked = os.environ.get("RANDOM_SCHEDULES")
-    if asked is None:
-        return iter(range(first, first + count))
-    low, _, high = asked.partition("-")
-    return iter(range(int(low), int(high or low) + 1))
-
-
-def play_all(world: World, first: int, count: int, test: str) -> None:
-    for seed in seeds(first, count):
+def play_all(watched: WatchedEngine, seeds: Iterable[int], test: str) -> None:
+    for seed in seeds:
         log: list[str] = []
         try:
-            Schedule(world, random.Random(seed), log).play()
+            Schedule(watched, random.Random(seed), log).play()
         except BaseException:
-            print(f"seed {seed} after {first}, events: {', '.join(log)}")
-            print(f"RANDOM_SCHEDULES={seed} .venv/bin/python -m pytest 'tests/e2e/test_random_schedules.py::{test}'")
+            print(f"seed {seed}, events: {', '.join(log)}")
+            print(f".venv/bin/python -m pytest --soak --seeds {seed} 'tests/e2e/test_random_schedules.py::{test}'")
             raise
 
 
@@ -345,10 +338,15 @@ ATTENTION_SOLOS: dict[int, Solo] = {}
 MODES = [(is_async, policy) for is_async in (False, True) for policy in ("fcfs", "priority")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("budget", [64, 48, 33])
-@pytest.mark.parametrize(("is_async", "policy"), MODES, ids=[f"{'async' if a else 'sync'}-{p}" for a, p in MODES])
-def test_hybrid(checkpoint, request, is_async, policy, budget):
+SHARE = {(False, "fcfs", 64), (True, "fcfs", 33), (False, "priority", 48), (True, "priority", 64)}
+
+
+@pytest.mark.random
+@pytest.mark.parametrize(
+    ("is_async", "policy", "budget"),
+    share_of([(*mode, budget) for mode in MODES for budget in (64, 48, 33)], lambda *case: case in SHARE),
+)
+def test_hybrid(checkpoint, request, seeds, is_async, policy, budget):
     """Gated DeltaNet with a pool that two long requests fill: every answer is the solo answer."""
     from vllm_gaudi.testing.engine import engine
 
@@ -366,12 +364,12 @@ def test_hybrid(checkpoint, request, is_async, policy, budget):
     ) as opened:
         assert opened.block_size == BLOCK
         crowd = ((LENGTHS.index(1), 1), (LENGTHS.index(128), None), (LENGTHS.index(15), None))
-        world = World(opened, policy == "priority", is_async, True, False, prompts, HYBRID_SOLOS, crowd)
-        first = 1000 * MODES.index((is_async, policy)) + 10 * budget
-        play_all(world, first, 10, request.node.name)
-    if "RANDOM_SCHEDULES" not in os.environ:
-        assert world.num_preemptions >= 3, "the pool is too large to preempt anybody"
-        assert world.num_idle >= 1 or budget == 33, "no running request was ever passed over"
+        watched = WatchedEngine(opened, policy == "priority", is_async, True, False, prompts, HYBRID_SOLOS, crowd)
+        first = 100_000 * MODES.index((is_async, policy)) + 1000 * budget
+        play_all(watched, seeds(first, 8), request.node.name)
+    if not request.config.getoption("--seeds"):
+        assert watched.num_preemptions >= 3, "the pool is too large to preempt anybody"
+        assert watched.num_idle >= 1 or budget == 33, "no running request was ever passed over"
 
 
 def prompts_with_one_stem(seed: int) -> list[list[int]]:
@@ -385,9 +383,9 @@ def prompts_with_one_stem(seed: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.random
 @pytest.mark.parametrize(("is_async", "policy"), MODES, ids=[f"{'async' if a else 'sync'}-{p}" for a, p in MODES])
-def test_hybrid_with_prefix_caching(checkpoint, request, is_async, policy):
+def test_hybrid_with_prefix_caching(checkpoint, request, seeds, is_async, policy):
     """Gated DeltaNet that starts from checkpoints of others; what is free and not cached is poisoned."""
     from vllm_gaudi.testing.engine import engine
 
@@ -402,16 +400,16 @@ def test_hybrid_with_prefix_caching(checkpoint, request, is_async, policy):
         async_scheduling=is_async,
         scheduling_policy=policy,
     ) as opened:
-        world = World(opened, policy == "priority", is_async, True, True, prompts, CACHING_SOLOS)
-        play_all(world, 100 * MODES.index((is_async, policy)), 8, request.node.name)
-    if "RANDOM_SCHEDULES" not in os.environ:
-        assert world.num_preemptions >= 3, "the pool is too large to preempt anybody"
-        assert world.num_hits >= 2, "the prefix cache was never hit"
+        watched = WatchedEngine(opened, policy == "priority", is_async, True, True, prompts, CACHING_SOLOS)
+        play_all(watched, seeds(100_000 * MODES.index((is_async, policy)), 6), request.node.name)
+    if not request.config.getoption("--seeds"):
+        assert watched.num_preemptions >= 3, "the pool is too large to preempt anybody"
+        assert watched.num_hits >= 2, "the prefix cache was never hit"
 
 
-@pytest.mark.slow
+@pytest.mark.random
 @pytest.mark.parametrize(("is_async", "policy"), MODES, ids=[f"{'async' if a else 'sync'}-{p}" for a, p in MODES])
-def test_attention_only(checkpoint, request, is_async, policy):
+def test_attention_only(checkpoint, request, seeds, is_async, policy):
     """Plain attention with prefix caching."""
     from vllm_gaudi.testing.engine import engine
 
@@ -426,11 +424,11 @@ def test_attention_only(checkpoint, request, is_async, policy):
         async_scheduling=is_async,
         scheduling_policy=policy,
     ) as opened:
-        world = World(opened, policy == "priority", is_async, False, True, prompts, ATTENTION_SOLOS)
-        play_all(world, 100 * MODES.index((is_async, policy)), 10, request.node.name)
-    if "RANDOM_SCHEDULES" not in os.environ:
-        assert world.num_preemptions >= 3, "the pool is too large to preempt anybody"
-        assert world.num_hits >= 10, "the prefix cache was never hit"
+        watched = WatchedEngine(opened, policy == "priority", is_async, False, True, prompts, ATTENTION_SOLOS)
+        play_all(watched, seeds(100_000 * MODES.index((is_async, policy)), 6), request.node.name)
+    if not request.config.getoption("--seeds"):
+        assert watched.num_preemptions >= 3, "the pool is too large to preempt anybody"
+        assert watched.num_hits >= 10, "the prefix cache was never hit"
 
 
 def test_a_hit_on_a_block_that_a_decoding_request_fills_in_the_same_step(checkpoint):
