@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,29 @@ def schedule_of() -> Callable[[Any], list[dict[str, int]]]:
         return steps
 
     return watch
+
+
+@pytest.fixture
+def preemptions_of() -> Iterator[Callable[..., Counter[str]]]:
+    """``preemptions_of(engine)``: how often each request is preempted from now on; ``before(request)`` comes first."""
+    watched: list[Any] = []
+
+    def watch(opened: Any, before: Callable[[Any], None] = lambda request: None) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        preempt = opened.scheduler._preempt_request
+
+        def counted(request: Any, *args: Any, **kwargs: Any) -> None:
+            counts[request.request_id.rsplit("-", 1)[0]] += 1
+            before(request)
+            preempt(request, *args, **kwargs)
+
+        opened.scheduler._preempt_request = counted
+        watched.append(opened.scheduler)
+        return counts
+
+    yield watch
+    for scheduler in watched:
+        scheduler.__dict__.pop("_preempt_request", None)
 
 
 class Shelf:

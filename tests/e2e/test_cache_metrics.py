@@ -100,19 +100,12 @@ def test_the_counts_are_what_the_store_did(
     is_async: bool,
     checkpoint: Callable[..., Path],
     prompt: Callable[[int], list[int]],
+    preemptions_of: Callable[[Any], Counter[str]],
 ) -> None:
     """Hits, misses, aborts and preemptions in a pool of twenty blocks."""
     flags = {"block_size": block_size, "async_scheduling": is_async, "max_model_len": 16 * block_size}
     with watched(checkpoint(model), num_gpu_blocks_override=21, **flags) as it:
-        preemptions = 0
-        preempt = it.engine.scheduler._preempt_request
-
-        def counted(*args: Any, **kwargs: Any) -> None:
-            nonlocal preemptions
-            preemptions += 1
-            preempt(*args, **kwargs)
-
-        it.engine.scheduler._preempt_request = counted
+        preempted = preemptions_of(it.engine)
         shared = prompt(2 * block_size)
         cached_tokens = 0
         for round_ in range(6):
@@ -129,7 +122,7 @@ def test_the_counts_are_what_the_store_did(
         for _ in range(2):  # more than the pool can run at once
             it.engine.generate([prompt(block_size - n - 1) for n in range(8)], greedy(block_size + 9))
         it.settle()
-        assert preemptions > 0 and cached_tokens > 0
+        assert preempted and cached_tokens > 0
         moved = it.moved[SAVED] + it.moved[RESTORED]
         assert it.moved[SAVED] > 20 and it.moved[RESTORED] > 5
         assert it.counts[SAVED] == it.moved[SAVED]

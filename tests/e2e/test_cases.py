@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,7 @@ class Moves:
 
 
 @dataclass
-class Bench:
+class CachingEngine:
     """An engine and what a test asks of it."""
 
     engine: Engine
@@ -140,7 +141,7 @@ class Holder:
                 wanted_flags.pop("enable_prefix_caching")
                 self.bench = SymbolicEngine(path, **wanted_flags)
             else:
-                self.bench = Bench(Engine(path, **wanted_flags))
+                self.bench = CachingEngine(Engine(path, **wanted_flags))
                 self.bench.moves.watch(self.bench.engine.runner)
             self.flags = {} if fresh else wanted
         return self.bench
@@ -158,14 +159,28 @@ def holder() -> Iterator[Holder]:
     made.close()
 
 
-@pytest.fixture(scope="module", params=list(GEOMETRIES))
-def geometry(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return GEOMETRIES[request.param]
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def is_async(request: pytest.FixtureRequest) -> bool:
+@pytest.fixture(
+    scope="module",
+    params=[
+        "equal-async",
+        "larger-sync",
+        pytest.param("equal-sync", marks=pytest.mark.soak),
+        pytest.param("larger-async", marks=pytest.mark.soak),
+    ],
+)
+def setting(request: pytest.FixtureRequest) -> str:
+    """A geometry and a scheduler: in ``make test`` each once, in ``make soak`` each with each."""
     return request.param
+
+
+@pytest.fixture(scope="module")
+def geometry(setting: str) -> dict[str, Any]:
+    return GEOMETRIES[setting.partition("-")[0]]
+
+
+@pytest.fixture(scope="module")
+def is_async(setting: str) -> bool:
+    return setting.endswith("-async")
 
 
 @pytest.fixture
@@ -182,7 +197,7 @@ def open_bench(
 
 
 @pytest.fixture
-def bench(open_bench: Callable[..., Bench], holder: Holder) -> Iterator[Bench]:
+def bench(open_bench: Callable[..., CachingEngine], holder: Holder) -> Iterator[CachingEngine]:
     """The geometry's own engine, empty; one that fails a test is not used again."""
     opened = open_bench()
     try:
@@ -208,7 +223,7 @@ def closed_after_a_failure(request: pytest.FixtureRequest, holder: Holder) -> It
 @pytest.mark.parametrize("blocks", [0.5, 1, 1.5, 2, 2.5])
 @pytest.mark.parametrize("count", [2, 3])
 def test_new_requests_that_share_a_prefix_in_one_step_are_right(
-    count: int, blocks: float, bench: Bench, prompt: Callable[[int], list[int]]
+    count: int, blocks: float, bench: CachingEngine, prompt: Callable[[int], list[int]]
 ) -> None:
     shared = prompt(int(blocks * bench.size))
     prompts = [shared + prompt(3 + 5 * n) for n in range(count)]
@@ -223,7 +238,7 @@ def test_new_requests_that_share_a_prefix_in_one_step_are_right(
 
 @pytest.mark.parametrize("blocks", [0.5, 1, 1.5, 2, 2.5])
 def test_the_same_prompt_three_times_in_one_step_is_right(
-    blocks: float, bench: Bench, prompt: Callable[[int], list[int]]
+    blocks: float, bench: CachingEngine, prompt: Callable[[int], list[int]]
 ) -> None:
     text = prompt(int(blocks * bench.size))
     reference = bench.cold(text)
@@ -234,7 +249,7 @@ def test_the_same_prompt_three_times_in_one_step_is_right(
 
 
 def test_three_samples_of_one_prompt_equal_three_requests_with_their_seeds(
-    bench: Bench, prompt: Callable[[int], list[int]]
+    bench: CachingEngine, prompt: Callable[[int], list[int]]
 ) -> None:
     text = prompt(3 * bench.size + 5)
 
@@ -256,7 +271,7 @@ def test_three_samples_of_one_prompt_equal_three_requests_with_their_seeds(
 
 @pytest.mark.parametrize("lengths", [(1.4, 2.7, 0.6, 3.3), (3.9, 3.9, 3.9), (0.2, 4.1, 0.9, 1.0, 2.0, 1.1, 0.3)])
 def test_prompts_that_cut_one_another_s_chunks_leave_right_checkpoints(
-    lengths: tuple[float, ...], bench: Bench, prompt: Callable[[int], list[int]]
+    lengths: tuple[float, ...], bench: CachingEngine, prompt: Callable[[int], list[int]]
 ) -> None:
     prompts = [prompt(int(length * bench.size)) for length in lengths]
     references = [bench.cold(text) for text in prompts]
@@ -270,7 +285,7 @@ def test_prompts_that_cut_one_another_s_chunks_leave_right_checkpoints(
 
 @pytest.mark.parametrize("threshold", [1.6, 0.3])
 def test_a_long_prefill_threshold_off_the_grid_is_right_and_still_hits(
-    threshold: float, open_bench: Callable[..., Bench], prompt: Callable[[int], list[int]]
+    threshold: float, open_bench: Callable[..., CachingEngine], prompt: Callable[[int], list[int]]
 ) -> None:
     """The cold runs are those of an engine without a threshold: on the grid every split gives the same bits.
 
@@ -308,7 +323,7 @@ def test_with_a_budget_of_1_3_blocks_each_boundary_holds_its_own_state(
 
 @pytest.mark.parametrize("short_of", [0, 1, 2])
 def test_an_answer_that_ends_on_a_boundary_serves_the_next_turn(
-    short_of: int, bench: Bench, prompt: Callable[[int], list[int]]
+    short_of: int, bench: CachingEngine, prompt: Callable[[int], list[int]]
 ) -> None:
     """``short_of`` tokens before the boundary: the last sampled token was never read, so it makes no checkpoint."""
     size = bench.size
@@ -324,7 +339,7 @@ def test_an_answer_that_ends_on_a_boundary_serves_the_next_turn(
 
 
 def test_an_answer_that_is_stopped_on_a_boundary_serves_the_next_turn(
-    bench: Bench, prompt: Callable[[int], list[int]]
+    bench: CachingEngine, prompt: Callable[[int], list[int]]
 ) -> None:
     size = bench.size
     for attempt in range(20):  # until the token at the place has not been said before
@@ -343,7 +358,7 @@ def test_an_answer_that_is_stopped_on_a_boundary_serves_the_next_turn(
     check_near(hit, bench.cold(following))
 
 
-def test_traffic_of_single_tokens_hits_and_is_right(bench: Bench, prompt: Callable[[int], list[int]]) -> None:
+def test_traffic_of_single_tokens_hits_and_is_right(bench: CachingEngine, prompt: Callable[[int], list[int]]) -> None:
     size = bench.size
     stems = [prompt(2 * size), prompt(3 * size + 1)]
     prompts = [stem[:cut] + prompt(1 + n) for n, cut in enumerate((size, 2 * size, 9)) for stem in stems] + stems
@@ -356,7 +371,7 @@ def test_traffic_of_single_tokens_hits_and_is_right(bench: Bench, prompt: Callab
 
 
 def test_a_hit_that_leaves_few_tokens_beside_decodes_is_no_decode(
-    bench: Bench, prompt: Callable[[int], list[int]]
+    bench: CachingEngine, prompt: Callable[[int], list[int]]
 ) -> None:
     decodes = [prompt(7), prompt(bench.size + 2)]
     texts = [prompt(2 * bench.size + left) for left in (1, 2, 3)]
@@ -377,7 +392,7 @@ def test_a_hit_that_leaves_few_tokens_beside_decodes_is_no_decode(
 
 
 def test_one_step_restores_one_saves_another_does_both_for_a_third_and_neither_for_a_fourth(
-    bench: Bench, prompt: Callable[[int], list[int]]
+    bench: CachingEngine, prompt: Callable[[int], list[int]]
 ) -> None:
     size = bench.size
     decoding, hit, both, fresh = prompt(size - 2), prompt(size + 3), prompt(size + 1), prompt(5)
@@ -408,7 +423,9 @@ def test_one_step_restores_one_saves_another_does_both_for_a_third_and_neither_f
 # Slots and blocks
 
 
-def test_one_to_all_live_requests_never_touch_one_another(bench: Bench, prompt: Callable[[int], list[int]]) -> None:
+def test_one_to_all_live_requests_never_touch_one_another(
+    bench: CachingEngine, prompt: Callable[[int], list[int]]
+) -> None:
     texts = [prompt(length) for length in (bench.size + 2, 5, 2 * bench.size, 19, 3 * bench.size + 1, 2, 33, 17)]
     references = [bench.cold(text) for text in texts]
     assert len(texts) == MAX_SEQS
@@ -420,7 +437,9 @@ def test_one_to_all_live_requests_never_touch_one_another(bench: Bench, prompt: 
         bench.check_hit(text)
 
 
-def test_nan_in_every_free_block_and_slot_is_never_seen(bench: Bench, prompt: Callable[[int], list[int]]) -> None:
+def test_nan_in_every_free_block_and_slot_is_never_seen(
+    bench: CachingEngine, prompt: Callable[[int], list[int]]
+) -> None:
     texts = [prompt(length) for length in (bench.size + 2, 2 * bench.size + 5, 5)]
     references = [bench.cold(text) for text in texts]
     bench.settle()
@@ -439,7 +458,7 @@ def test_nan_in_every_free_block_and_slot_is_never_seen(bench: Bench, prompt: Ca
 
 
 def test_requests_that_idle_for_want_of_budget_keep_their_slots(
-    open_bench: Callable[..., Bench], prompt: Callable[[int], list[int]]
+    open_bench: Callable[..., CachingEngine], prompt: Callable[[int], list[int]]
 ) -> None:
     """While the first one decodes, the long one behind it gets one chunk a step and leaves some tokens to those behind
     it; once the first one is done, the long one takes the whole budget and they idle."""
@@ -475,7 +494,7 @@ PHASES = ["waiting", "just scheduled", "mid-prefill", "decoding", "on a boundary
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_an_abort_gives_all_back_and_its_prefix_stays_right(
-    phase: str, bench: Bench, prompt: Callable[[int], list[int]]
+    phase: str, bench: CachingEngine, prompt: Callable[[int], list[int]]
 ) -> None:
     size = bench.size
     text, neighbour = prompt(4 * size + 3), prompt(size + 5)
@@ -512,7 +531,9 @@ def test_an_abort_gives_all_back_and_its_prefix_stays_right(
     bench.check_hit(text)
 
 
-def test_batches_of_equal_shape_with_other_slots_are_right(bench: Bench, prompt: Callable[[int], list[int]]) -> None:
+def test_batches_of_equal_shape_with_other_slots_are_right(
+    bench: CachingEngine, prompt: Callable[[int], list[int]]
+) -> None:
     texts = [prompt(bench.size + 3) for _ in range(6)]
     references = [bench.cold(text, greedy(12)) for text in texts]
     names = [bench.engine.add(text, greedy(12)) for text in texts[:3]]
@@ -531,24 +552,18 @@ def test_batches_of_equal_shape_with_other_slots_are_right(bench: Bench, prompt:
 
 
 def test_a_preempted_request_resumes_to_the_undisturbed_answer(
-    open_bench: Callable[..., Bench], geometry: dict[str, Any], prompt: Callable[[int], list[int]]
+    open_bench: Callable[..., CachingEngine],
+    geometry: dict[str, Any],
+    prompt: Callable[[int], list[int]],
+    preemptions_of: Callable[[Any], Counter[str]],
 ) -> None:
     size = geometry["block_size"]
     bench = open_bench(num_gpu_blocks_override=15, max_num_batched_tokens=4 * size, max_model_len=8 * size)
     texts = [prompt(2 * size - 3 - n) for n in range(6)]
     params = greedy(size + 7)
     references = [bench.cold(text, params) for text in texts]
-    preempted: dict[str, int] = {}
-    scheduler = bench.engine.scheduler
-    preempt = scheduler._preempt_request
-
-    def counted(request: Any, *args: Any, **kwargs: Any) -> None:
-        preempted[request.request_id] = preempted.get(request.request_id, 0) + 1
-        preempt(request, *args, **kwargs)
-
-    scheduler._preempt_request = counted
+    preempted = preemptions_of(bench.engine)
     results = bench.engine.generate(texts, params)
-    scheduler._preempt_request = preempt
     assert len(preempted) >= 2
     for result, reference in zip(results, references, strict=True):
         assert len(result.tokens) == size + 7
@@ -556,21 +571,16 @@ def test_a_preempted_request_resumes_to_the_undisturbed_answer(
 
 
 def test_slots_never_run_dry_over_hundreds_of_preemptions(
-    open_bench: Callable[..., SymbolicEngine], geometry: dict[str, Any], prompt: Callable[[int], list[int]]
+    open_bench: Callable[..., SymbolicEngine],
+    geometry: dict[str, Any],
+    prompt: Callable[[int], list[int]],
+    preemptions_of: Callable[[Any], Counter[str]],
 ) -> None:
     size = geometry["block_size"]
     bench = open_bench(
         symbolic=True, fresh=True, num_gpu_blocks_override=11, max_num_batched_tokens=4 * size, max_model_len=5 * size
     )
-    preempted: dict[str, int] = {}
-    scheduler = bench.engine.scheduler
-    preempt = scheduler._preempt_request
-
-    def counted(request: Any, *args: Any, **kwargs: Any) -> None:
-        preempted[request.request_id] = preempted.get(request.request_id, 0) + 1
-        preempt(request, *args, **kwargs)
-
-    scheduler._preempt_request = counted
+    preempted = preemptions_of(bench.engine)
     wanted = {}
     rounds = steps = 0
     while sum(preempted.values()) < 200:
@@ -594,7 +604,7 @@ def test_slots_never_run_dry_over_hundreds_of_preemptions(
 
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_a_block_size_changed_on_the_live_config_changes_nothing(
-    block_size: int, open_bench: Callable[..., Bench], prompt: Callable[[int], list[int]]
+    block_size: int, open_bench: Callable[..., CachingEngine], prompt: Callable[[int], list[int]]
 ) -> None:
     bench = open_bench(fresh=True)
     size = bench.size
@@ -615,7 +625,7 @@ def test_a_block_size_changed_on_the_live_config_changes_nothing(
 
 @pytest.mark.parametrize("group", [0, 1, 2])
 def test_a_checkpoint_missing_in_one_group_shrinks_the_hit_to_a_whole_boundary(
-    group: int, bench: Bench, prompt: Callable[[int], list[int]]
+    group: int, bench: CachingEngine, prompt: Callable[[int], list[int]]
 ) -> None:
     size = bench.size
     text = prompt(4 * size + 3)
@@ -642,7 +652,7 @@ def test_a_checkpoint_missing_in_one_group_shrinks_the_hit_to_a_whole_boundary(
 
 
 def test_eight_groups_of_eight_prompts_all_hit_but_the_first_of_each(
-    open_bench: Callable[..., Bench], prompt: Callable[[int], list[int]]
+    open_bench: Callable[..., CachingEngine], prompt: Callable[[int], list[int]]
 ) -> None:
     bench = open_bench(fresh=True)
     size = bench.size
@@ -666,7 +676,7 @@ class Lines(logging.Handler):
 
 
 def test_a_model_length_below_a_block_is_right_never_hits_and_is_said_once(
-    open_bench: Callable[..., Bench], geometry: dict[str, Any], prompt: Callable[[int], list[int]]
+    open_bench: Callable[..., CachingEngine], geometry: dict[str, Any], prompt: Callable[[int], list[int]]
 ) -> None:
     lines = Lines()
     logger = logging.getLogger("vllm.vllm_gaudi.scheduler")
@@ -688,7 +698,7 @@ def test_a_model_length_below_a_block_is_right_never_hits_and_is_said_once(
 
 
 def test_a_long_greedy_answer_after_a_long_cached_prefix_equals_cold_in_every_logprob(
-    bench: Bench, prompt: Callable[[int], list[int]]
+    bench: CachingEngine, prompt: Callable[[int], list[int]]
 ) -> None:
     text = prompt(6 * bench.size + 5)
     params = greedy(64, logprobs=5)
@@ -702,7 +712,7 @@ def test_a_long_greedy_answer_after_a_long_cached_prefix_equals_cold_in_every_lo
 
 
 def test_32_requests_that_share_three_blocks_in_random_arrival_are_right(
-    bench: Bench, prompt: Callable[[int], list[int]]
+    bench: CachingEngine, prompt: Callable[[int], list[int]]
 ) -> None:
     size = bench.size
     source = random.Random(7)
@@ -727,7 +737,7 @@ def test_32_requests_that_share_three_blocks_in_random_arrival_are_right(
 # Features that cross it
 
 
-def test_a_salt_shares_within_and_not_across(bench: Bench, prompt: Callable[[int], list[int]]) -> None:
+def test_a_salt_shares_within_and_not_across(bench: CachingEngine, prompt: Callable[[int], list[int]]) -> None:
     text = prompt(3 * bench.size + 2)
     reference = bench.cold(text)
     for salt in ({}, {"cache_salt": "one"}, {"cache_salt": "other"}):
@@ -738,7 +748,7 @@ def test_a_salt_shares_within_and_not_across(bench: Bench, prompt: Callable[[int
 
 
 def test_a_structured_answer_after_its_plain_twin_equals_the_cold_one(
-    open_bench: Callable[..., Bench], prompt: Callable[[int], list[int]]
+    open_bench: Callable[..., CachingEngine], prompt: Callable[[int], list[int]]
 ) -> None:
     bench = open_bench(
         fresh=True,
@@ -759,7 +769,7 @@ def test_a_structured_answer_after_its_plain_twin_equals_the_cold_one(
 
 
 def test_with_no_cache_flag_at_all_a_hybrid_caches_and_is_right(
-    open_bench: Callable[..., Bench], prompt: Callable[[int], list[int]]
+    open_bench: Callable[..., CachingEngine], prompt: Callable[[int], list[int]]
 ) -> None:
     bench = open_bench(fresh=True, enable_prefix_caching="unset")
     assert bench.engine.vllm_engine.vllm_config.cache_config.enable_prefix_caching

@@ -70,10 +70,6 @@ def assert_all_returned(it: Engine) -> None:
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
-def num_preemptions(it: Engine, req_id: str) -> int:
-    return next(r.num_preemptions for i, r in it.scheduler.requests.items() if i.rsplit("-", 1)[0] == req_id)
-
-
 # Structured output
 
 
@@ -187,19 +183,17 @@ def test_structured_output_beside_free_requests(opened):
     assert_all_returned(opened)
 
 
-def test_structured_output_survives_preemption(shelf, is_async):
+def test_structured_output_survives_preemption(shelf, is_async, preemptions_of):
     flags = {**UNCACHED, "max_model_len": 176, "num_gpu_blocks_override": 15, "async_scheduling": is_async}
     names = ["json", "grammar", "json-text"]
     it = shelf("q35_dense", **flags)
     prompts = [prompt_of(100, salt=s) for s in range(4)]
     alone = [it.generate([p], structured(n))[0].tokens for p, n in zip(prompts, names, strict=False)]
+    preempted = preemptions_of(it)
     first = it.add(prompts[3], greedy(40))
     req_ids = [it.add(p, structured(n)) for p, n in zip(prompts, names, strict=False)]
-    preempted = set()
-    while it.scheduler.has_requests():
-        it.step()
-        preempted |= {i.rsplit("-", 1)[0] for i, r in it.scheduler.requests.items() if r.num_preemptions}
-    assert preempted & set(req_ids)
+    it.run()
+    assert preempted.keys() & set(req_ids)
     assert [it.take(r).tokens for r in req_ids] == alone
     assert len(it.take(first).tokens) == 40
     assert_all_returned(it)
@@ -250,20 +244,19 @@ def test_priority_goes_first(shelf, is_async):
     assert_all_returned(it)
 
 
-def test_priority_decides_who_is_preempted(shelf, is_async):
+def test_priority_decides_who_is_preempted(shelf, is_async, preemptions_of):
     """Of two that run, the less urgent gives its blocks up, although it came first."""
     flags = {**UNCACHED, "scheduling_policy": "priority", "max_model_len": 176, "num_gpu_blocks_override": 15}
     it = shelf("q35_dense", **flags, async_scheduling=is_async)
     prompts = [prompt_of(80, salt=s) for s in range(2)]
     alone = [it.generate([p], greedy(60))[0].tokens for p in prompts]
+    preempted = preemptions_of(it)
     patient = it.add(prompts[0], greedy(60), priority=3)
     urgent = it.add(prompts[1], greedy(60), priority=1)
     finished: list[str] = []
-    preempted = 0
     while not finished:
         finished = it.step()
-        preempted = preempted or num_preemptions(it, patient)
-    assert finished == [urgent] and preempted
+    assert finished == [urgent] and preempted[patient]
     it.run()
     assert [it.take(patient).tokens, it.take(urgent).tokens] == alone
     assert_all_returned(it)
@@ -442,16 +435,14 @@ def test_abort_of_one_structured_and_one_many_output_request(opened, bystander):
     [("q35_dense", False, 15), ("q35_dense", True, 15), ("qwen3", False, 18)],
     ids=["hybrid", "hybrid-cached", "plain"],
 )
-def test_preempted_requests_say_what_they_say_alone(shelf, is_async, name, is_cached, blocks):
+def test_preempted_requests_say_what_they_say_alone(shelf, is_async, name, is_cached, blocks, preemptions_of):
     flags = {**FLAGS, "max_model_len": 176, "num_gpu_blocks_override": blocks, "enable_prefix_caching": is_cached}
     it = shelf(name, **flags, async_scheduling=is_async)
     prompts = [prompt_of(70, salt=s) for s in range(5)]
     alone = [it.generate([p], greedy(60))[0] for p in prompts]
+    preempted = preemptions_of(it)
     req_ids = [it.add(p, greedy(60)) for p in prompts]
-    preempted: set[str] = set()
-    while it.scheduler.has_requests():
-        it.step()
-        preempted |= {i.rsplit("-", 1)[0] for i, r in it.scheduler.requests.items() if r.num_preemptions}
+    it.run()
     results = [it.take(r) for r in req_ids]
     assert len(preempted) >= 2
     for result, solo in zip(results, alone, strict=True):

@@ -300,22 +300,8 @@ def test_the_start_up_line_tells_what_was_built(name, block, groups, checkpoint,
         assert in_bytes(line[key]) == pytest.approx(getattr(held, key), abs=0.006 * MIB)
 
 
-def watch_preempted(opened: Engine) -> set[str]:
-    """Grows by the ids of requests that are preempted."""
-    schedule = opened.scheduler.schedule
-    stopped: set[str] = set()
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        stopped.update(output.preempted_req_ids or ())
-        return output
-
-    opened.scheduler.schedule = watched
-    return stopped
-
-
 @pytest.mark.parametrize("name", ["q35_dense", "llama"])
-def test_as_many_conversations_fit_as_the_line_says(name, checkpoint, said):
+def test_as_many_conversations_fit_as_the_line_says(name, checkpoint, said, preemptions_of):
     """With blocks for exactly two conversations two run to the end together; with one block less they do not."""
     each = 128 // 16
     preempted = {}
@@ -323,7 +309,7 @@ def test_as_many_conversations_fit_as_the_line_says(name, checkpoint, said):
         flags = {"max_model_len": 128, "max_num_batched_tokens": 128, "max_num_seqs": 4}
         flags["num_gpu_blocks_override"] = blocks
         with engine(checkpoint(name), enable_prefix_caching=False, async_scheduling=False, **flags) as opened:
-            stopped = watch_preempted(opened)
+            stopped = preemptions_of(opened)
             results = opened.generate([[11] * 100, [12] * 100], greedy(28))
             assert [len(result.tokens) for result in results] == [28, 28]
             preempted[blocks] = len(stopped)

@@ -8,6 +8,7 @@ hash fails the step in which it appears.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.support import symbolic
 from tests.support.symbolic_engine import SymbolicEngine
 from vllm_gaudi.v1.core.sched.hpu_scheduler import GDNSchedulerMixin
+
+Watch = Callable[..., Counter[str]]  # the fixture preemptions_of
 
 B = 16
 ROUNDS = 50
@@ -38,28 +41,24 @@ def open_engine(checkpoint: Callable[..., Path], policy: str, is_async: bool, nu
     )
 
 
-def drive(bench: SymbolicEngine) -> dict[str, int]:
+def drive(bench: SymbolicEngine, preemptions_of: Watch) -> dict[str, int]:
     """A patient request prefills two blocks a step while urgent ones grow by decode, out of step with each other.
 
     In each pass the patient one is scheduled first and publishes two blocks; then an urgent one needs a block, none is
     free, and the patient one is dropped from the pass. One of its two blocks is given on at once, the other is not.
     """
-    counts = {"preempted": 0, "in the step that scheduled it": 0, "reused tokens": 0, "answers": 0}
-    scheduler = bench.engine.scheduler
-    preempt = scheduler._preempt_request
+    counts = {"in the step that scheduled it": 0, "reused tokens": 0, "answers": 0}
 
-    def counted(request: Any, *args: Any, **kwargs: Any) -> None:
-        counts["preempted"] += 1
+    def look(request: Any) -> None:
         ends = [
             (i + 1) * B
-            for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
+            for manager in bench.engine.scheduler.kv_cache_manager.coordinator.single_type_managers
             for i, block in enumerate(manager.req_to_blocks.get(request.request_id, ()))
             if block.block_hash is not None
         ]
         counts["in the step that scheduled it"] += max(ends, default=0) > request.num_computed_tokens
-        preempt(request, *args, **kwargs)
 
-    scheduler._preempt_request = counted
+    preempted = preemptions_of(bench.engine, look)
     wanted: dict[str, tuple[list[int], int]] = {}
 
     def add(prompt: list[int], length: int, priority: int) -> None:
@@ -82,32 +81,38 @@ def drive(bench: SymbolicEngine) -> dict[str, int]:
         while bench.engine.vllm_engine.has_unfinished_requests():
             step()
     bench.settle()
-    return counts
+    return {**counts, "preempted": preempted.total()}
 
 
-def driven(checkpoint: Callable[..., Path], policy: str, is_async: bool, num_blocks: int) -> dict[str, int]:
+def driven(
+    checkpoint: Callable[..., Path], preemptions_of: Watch, policy: str, is_async: bool, num_blocks: int
+) -> dict[str, int]:
     bench = open_engine(checkpoint, policy, is_async, num_blocks)
     try:
-        return drive(bench)
+        return drive(bench, preemptions_of)
     finally:
         bench.engine.close()
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_no_hash_outlives_a_row_that_was_dropped(is_async: bool, checkpoint: Callable[..., Path]) -> None:
+def test_no_hash_outlives_a_row_that_was_dropped(
+    is_async: bool, checkpoint: Callable[..., Path], preemptions_of: Watch
+) -> None:
     """``drive`` checks every answer, so those of both policies are equal."""
     totals: dict[str, int] = {}
     for num_blocks in POOLS:
-        for name, count in driven(checkpoint, "priority", is_async, num_blocks).items():
+        for name, count in driven(checkpoint, preemptions_of, "priority", is_async, num_blocks).items():
             totals[name] = totals.get(name, 0) + count
     assert totals["preempted"] >= 80 and totals["in the step that scheduled it"] >= 3, totals
     assert totals["reused tokens"] > 0 and totals["answers"] == len(POOLS) * 7 * ROUNDS
-    first_come = driven(checkpoint, "fcfs", is_async, POOLS[0])
+    first_come = driven(checkpoint, preemptions_of, "fcfs", is_async, POOLS[0])
     assert first_come["answers"] == 7 * ROUNDS and first_come["in the step that scheduled it"] == 0
 
 
-def test_without_the_guard_the_gate_turns_red(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GDNSchedulerMixin, "_preempt_request", Scheduler._preempt_request)
+def test_without_the_guard_the_gate_turns_red(
+    checkpoint: Callable[..., Path], preemptions_of: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GDNGridMixin, "_preempt_request", Scheduler._preempt_request)
     with pytest.raises(AssertionError, match="hash claims|K/V"):
         for num_blocks in POOLS:
-            driven(checkpoint, "priority", False, num_blocks)
+            driven(checkpoint, preemptions_of, "priority", False, num_blocks)

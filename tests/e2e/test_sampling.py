@@ -41,6 +41,12 @@ def is_async(request):
     return request.param
 
 
+only_async = pytest.mark.parametrize(
+    "is_async", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["async", "sync"], indirect=True
+)
+"""For a row of a table: with sync scheduling all rows come in ``run_staggered``, and one by one in ``make soak``."""
+
+
 @pytest.fixture
 def opened(shelf, is_async):
     it = shelf("q35_dense", **FLAGS, async_scheduling=is_async)
@@ -188,6 +194,7 @@ def test_greedy_takes_the_largest_logit(opened):
     assert len(result.tokens) == 24
 
 
+@only_async
 @pytest.mark.parametrize("name", CASES)
 def test_parameter_gives_what_its_own_logits_call_for(opened, name):
     plain, result = opened.generate([PROMPT, PROMPT], [Rules().params(), CASES[name].params()])
@@ -336,19 +343,8 @@ def test_different_seeds_and_no_seed_differ(opened):
     assert len({tuple(r.tokens) for r in results}) == 4
 
 
-def preemptions_of(it: Engine, req_ids: list[str]) -> dict[str, int]:
-    """Run to the end; how often each request was preempted."""
-    counts = dict.fromkeys(req_ids, 0)
-    waiting = set(req_ids)
-    while waiting:
-        waiting -= set(it.step())
-        for internal, request in it.scheduler.requests.items():
-            counts[internal.rsplit("-", 1)[0]] = request.num_preemptions
-    return counts
-
-
 @pytest.mark.parametrize("is_cached", [False, True], ids=["", "cached"])
-def test_parameters_survive_preemption(shelf, is_async, is_cached):
+def test_parameters_survive_preemption(shelf, is_async, is_cached, preemptions_of):
     """A resumed request reads its prompt and output again; generator, outputs and minimum go on where they were."""
     names = ["logit-bias", "all-penalties", "seeded-and-penalised", "seeded", "top-p", "presence"]
     prompts = [prompt_of(70, salt=s) for s in range(len(names))]
@@ -356,8 +352,9 @@ def test_parameters_survive_preemption(shelf, is_async, is_cached):
     # Two requests fit and one of them not for long.
     small = {"max_model_len": 160, "num_gpu_blocks_override": 15}
     it = shelf("q35_dense", **{**FLAGS, **small, "enable_prefix_caching": is_cached}, async_scheduling=is_async)
+    counts = preemptions_of(it)
     req_ids = [it.add(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
-    counts = preemptions_of(it, req_ids)
+    it.run(req_ids)
     results = [it.take(req_id) for req_id in req_ids]
     assert [bool(counts[req_id]) for req_id in req_ids] == [False, True, True, True, True, True]
     for name, prompt, result in zip(names, prompts, results, strict=True):
@@ -393,6 +390,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 }
 
 
+@only_async
 @pytest.mark.parametrize("name", FILTERS)
 def test_sampled_tokens_are_always_inside_the_allowed_set(opened, name):
     temperature = 1.5
@@ -408,6 +406,7 @@ def test_sampled_tokens_are_always_inside_the_allowed_set(opened, name):
     assert said == {int(keep.nonzero())} if int(keep.sum()) == 1 else len(said) >= min(4, int(keep.sum()))
 
 
+@only_async
 def test_unseeded_sampling_follows_the_distribution(opened):
     """Chi-squared over the seven likeliest tokens and the rest, 400 draws: 24.3 is exceeded once in a thousand."""
     num, temperature = 400, 0.9
