@@ -86,7 +86,16 @@ class Reference:
         return engine(self.path, **{**fixed, **model.flags, **flags})
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=str)
+SHARE = (1, 3, 4, 6)  # both dtypes, experts with a bf16 state, and attention alone
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(model, id=str(model), marks=() if n in SHARE else pytest.mark.soak)
+        for n, model in enumerate(MODELS)
+    ],
+)
 def reference(request, checkpoint) -> Reference:
     model = request.param
     made = Reference(model, checkpoint(model.name, model.dtype))

@@ -353,6 +353,7 @@ def test_stopping_leaves_no_process_behind(served):
 # Without a server
 
 
+@pytest.mark.soak  # the server above is started by the same command
 def test_help():
     text = run_cli("serve", "--help")
     assert "--port" in text or "usage: vllm serve" in text
@@ -375,7 +376,7 @@ def test_bench_latency(checkpoint, tmp_path):
     assert result["avg_latency"] > 0 and len(result["latencies"]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # as latency, with another loop of vLLM's around the same engine
 def test_bench_throughput(checkpoint, tmp_path):
     run_cli(
         *("bench", "throughput", "--model", str(checkpoint("q35_dense")), *SMALL, "--dataset-name", "random"),
