@@ -45,7 +45,7 @@ def drive(bench: SymbolicEngine, preemptions_of: Watch) -> dict[str, int]:
     """A patient request prefills two blocks a step while urgent ones grow by decode, out of step with each other.
 
     In each pass the patient one is scheduled first and publishes two blocks; then an urgent one needs a block, none is
-    free, and the patient one is dropped from the pass. One of its two blocks is given on at once, the other is not.
+    free, and the patient one is dropped from the step. One of its two blocks is given on at once, the other is not.
     """
     counts = {"in the step that scheduled it": 0, "reused tokens": 0, "answers": 0}
 
@@ -112,7 +112,7 @@ def test_no_hash_outlives_a_row_that_was_dropped(
 def test_without_the_guard_the_gate_turns_red(
     checkpoint: Callable[..., Path], preemptions_of: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GDNGridMixin, "_preempt_request", Scheduler._preempt_request)
+    monkeypatch.setattr(GDNSchedulerMixin, "_preempt_request", Scheduler._preempt_request)
     with pytest.raises(AssertionError, match="hash claims|K/V"):
         for num_blocks in POOLS:
             driven(checkpoint, preemptions_of, "priority", False, num_blocks)
