@@ -22,7 +22,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_gaudi import cli
-from vllm_gaudi.cli import paper
+from vllm_gaudi.cli import dry_run
 from vllm_gaudi.testing.engine import DEFAULTS, Engine, close_sockets, engine
 from vllm_gaudi.v1.worker.hpu_worker import HPUWorker
 
@@ -250,7 +250,7 @@ def test_a_refusal_is_the_one_that_a_start_raises(case, checkpoint, config_of, p
             Engine(checkpoint(name), **{**OF_TESTS, **flags})
     finally:  # a start that fails leaves its process groups behind
         cleanup_dist_env_and_memory()
-    raised = paper.sentence_of(refused.value, checkpoint(name), str(directory))
+    raised = dry_run.message_of(refused.value, checkpoint(name), str(directory))
     said = "; ".join(refusal["sentence"] for refusal in refusals)
     if refusals[0]["name"] != "start":
         said = "vllm_gaudi refuses this configuration: " + said

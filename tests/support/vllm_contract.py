@@ -34,14 +34,14 @@ ROWS: tuple[Row, ...] = (
     # A start without tensors, in the order of the modules.
     Row(
         "vllm.distributed.parallel_state.init_distributed_environment",
-        "cli.paper",
+        "cli.dry_run",
         parameters=("world_size", "rank", "distributed_init_method", "local_rank", "backend", "timeout"),
     ),
-    Row("vllm.entrypoints.launchers.cli_args.make_arg_parser", "cli.paper", parameters=("parser",)),
-    Row("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", "cli.paper"),
+    Row("vllm.entrypoints.launchers.cli_args.make_arg_parser", "cli.dry_run", parameters=("parser",)),
+    Row("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", "cli.dry_run"),
     Row(
         "vllm.model_executor.model_loader.utils.initialize_model",
-        "cli.paper",
+        "cli.dry_run",
         parameters=("vllm_config", "prefix", "model_class", "model_config"),
     ),
     Row(
@@ -57,25 +57,29 @@ ROWS: tuple[Row, ...] = (
     Row("vllm.renderers.inputs.preprocess.parse_model_prompt", "cli.rendering", parameters=("model_config", "prompt")),
     Row(
         "vllm.v1.attention.backends.utils.resolve_kv_cache_layout",
-        "cli.paper",
+        "cli.dry_run",
         parameters=("vllm_config", "supported_layouts", "kv_cache_specs"),
     ),
     Row(
-        "vllm.v1.core.kv_cache_utils.generate_scheduler_kv_cache_config", "cli.paper", parameters=("kv_cache_configs",)
+        "vllm.v1.core.kv_cache_utils.generate_scheduler_kv_cache_config",
+        "cli.dry_run",
+        parameters=("kv_cache_configs",),
     ),
     Row(
         "vllm.v1.core.kv_cache_utils.get_kv_cache_configs",
-        "cli.paper",
+        "cli.dry_run",
         parameters=("vllm_config", "kv_cache_specs", "available_memory"),
     ),
-    Row("vllm.v1.core.kv_cache_utils.get_kv_cache_groups", "cli.paper", parameters=("vllm_config", "kv_cache_spec")),
+    Row("vllm.v1.core.kv_cache_utils.get_kv_cache_groups", "cli.dry_run", parameters=("vllm_config", "kv_cache_spec")),
     Row(
         "vllm.v1.core.kv_cache_utils.resolve_kv_cache_block_sizes",
-        "cli.paper",
+        "cli.dry_run",
         parameters=("kv_cache_config", "vllm_config"),
     ),
     Row(
-        "vllm.v1.core.single_type_kv_cache_manager.register_all_kvcache_specs", "cli.paper", parameters=("vllm_config",)
+        "vllm.v1.core.single_type_kv_cache_manager.register_all_kvcache_specs",
+        "cli.dry_run",
+        parameters=("vllm_config",),
     ),
     Row(
         "vllm.model_executor.layers.attention.attention.Attention.forward",

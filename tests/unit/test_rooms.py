@@ -345,7 +345,7 @@ PLANTED = (
     ("vllm_gaudi/v1/worker/x.py", "def f():\n    from tests.support import faults", "the wheel does not hold"),
     ("vllm_gaudi/testing/x.py", "from tools.model_sizes import Geometry", "the wheel does not hold"),
     ("vllm_gaudi/cli/__init__.py", "import vllm", "imports vllm outside a function"),
-    ("vllm_gaudi/cli/plan.py", "from vllm_gaudi.cli import paper", "imports vllm_gaudi.cli.paper"),
+    ("vllm_gaudi/cli/plan.py", "from vllm_gaudi.cli import dry_run", "imports vllm_gaudi.cli.dry_run"),
     ("vllm_gaudi/cli/why.py", "def f():\n    import torch", "never does"),
     ("vllm_gaudi/v1/worker/x.py", "def f():\n    return device.is_hpu()", "calls device.is_hpu"),
     ("vllm_gaudi/ops/x.py", "def f():\n    return is_hpu()", "calls is_hpu"),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making the plan of a command: engines on paper, with the flags as given and, where those are refused, repaired.
+"""Making the plan of a command: dry runs with the flags as given and, where those are refused, repaired.
 
 Owns: what a refused command is planned with instead, and what is advised.
-Never: a number that an engine on paper has not given (``paper``) or the shared arithmetic does not follow from one.
+Never: a number that a dry run has not given (``dry_run``) or the shared arithmetic does not follow from one.
 
 Ordering rule: the flags as given come first, and every refusal of them is told; then repairs, numbers, advice.
 """
@@ -65,10 +65,10 @@ REPAIRS = {
 
 def make(options: argparse.Namespace, rest: list[str]) -> Plan:
     """The plan of ``vllm serve`` with these flags, ``rest`` among them. Raises UsageError where there is no model."""
-    from vllm_gaudi.cli import paper
+    from vllm_gaudi.cli import dry_run
 
     flags = _flags(options, rest)
-    with paper.model_directory(options.model) as directory:
+    with dry_run.model_directory(options.model) as directory:
         return _Draft(options, flags, directory).plan()
 
 
@@ -89,16 +89,16 @@ def _flags(options: argparse.Namespace, rest: list[str]) -> list[str]:
 
 class _Draft:
     def __init__(self, options: argparse.Namespace, flags: list[str], directory: Path):
-        from vllm_gaudi.cli import paper
+        from vllm_gaudi.cli import dry_run
 
-        self._paper = paper
+        self._dry_run = dry_run
         self._given = options.model
         self._flags = flags
         self._directory = directory
         self._is_assumed = options.memory is None
         self._device_bytes = CARD_BYTES if options.memory is None else int(options.memory * GIB)
         self._peak = int(options.peak * GIB)
-        self._args = paper.engine_args(directory, flags)
+        self._args = dry_run.engine_args(directory, flags)
         self._refusals: list[Refusal] = []
         self._advice: list[Advice] = []
         self._notes: list[str] = []
@@ -122,7 +122,7 @@ class _Draft:
     def _configured(self) -> Any:
         """vLLM's configuration, repaired where the table refuses it and knows how; None where it does not."""
         try:
-            return self._paper.configuration(self._args)
+            return self._dry_run.configuration(self._args)
         except capabilities.Refused as refused:
             self._refusals += [Refusal(name, sentence) for name, sentence in refused.sentences.items()]
             if not set(refused.sentences) <= set(REPAIRS):
@@ -132,7 +132,7 @@ class _Draft:
                 self._args = dataclasses.replace(self._args, **repair.changes)
                 self._advice.append(Advice(repair.add, f"else it is refused ({name})", repair.drop))
             try:
-                return self._paper.configuration(self._args)
+                return self._dry_run.configuration(self._args)
             except Exception as error:  # noqa: BLE001
                 self._refuse(error)
         except Exception as error:  # noqa: BLE001
@@ -140,9 +140,9 @@ class _Draft:
         return None
 
     def _drawn(self, config: Any) -> Any:
-        """An engine on paper; None where a start would not get as far as its caches."""
+        """A dry run; None where a start would not get as far as its caches."""
         try:
-            drawn = self._paper.Paper(config, self._device_bytes, self._peak)
+            drawn = self._dry_run.DryRun(config, self._device_bytes, self._peak)
         except Exception as error:  # noqa: BLE001
             self._refuse(error)
             return None
@@ -151,21 +151,21 @@ class _Draft:
         return drawn
 
     def _refuse(self, error: Exception) -> None:
-        """Whatever stops the engine on paper would stop a start: it runs the start's own code."""
+        """Whatever stops a dry run would stop a start: it runs the start's own code."""
         from vllm_gaudi.cli import UsageError
 
         if isinstance(error, UsageError):
             raise error
-        sentence = self._paper.sentence_of(error, self._directory, self._given)
+        sentence = self._dry_run.message_of(error, self._directory, self._given)
         if not isinstance(error, RuntimeError | ValueError):
             sentence = f"{type(error).__name__}: {sentence}"
         self._refusals.append(Refusal("start", sentence))
 
     def _other(self, **changes: Any) -> Any:
-        """An engine on paper with other arguments, with its problem; None where there is not even that."""
+        """A dry run with other arguments, with its problem; None where there is not even that."""
         try:
-            config = self._paper.configuration(dataclasses.replace(self._args, **changes))
-            return self._paper.Paper(config, self._device_bytes, self._peak)
+            config = self._dry_run.configuration(dataclasses.replace(self._args, **changes))
+            return self._dry_run.DryRun(config, self._device_bytes, self._peak)
         except Exception:  # noqa: BLE001
             return None
 

@@ -20,7 +20,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.renderers.params import merge_kwargs
 from vllm.renderers.registry import renderer_from_config
 
-from vllm_gaudi.cli import UsageError, paper
+from vllm_gaudi.cli import UsageError, dry_run
 from vllm_gaudi.v1.worker.memory import CARD_BYTES
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -32,23 +32,23 @@ class Renderer(contextlib.ExitStack):
     def __init__(self, given: str, ranks: int, ids_only: bool):
         super().__init__()
         self._given = given
-        self._directory = self.enter_context(paper.model_directory(given))
+        self._directory = self.enter_context(dry_run.model_directory(given))
         # Without a file transformers would make up a tokenizer that knows no word.
         has_tokenizer = any((self._directory / name).is_file() for name in TOKENIZER_FILES)
         if not has_tokenizer and not ids_only:
             raise UsageError(f"{given} holds no tokenizer ({', '.join(TOKENIZER_FILES)})")
-        args = paper.engine_args(self._directory, ["--tensor-parallel-size", str(ranks)])
+        args = dry_run.engine_args(self._directory, ["--tensor-parallel-size", str(ranks)])
         # Texts only: what a vision tower would add to a prompt cannot be given here.
         self._args = dataclasses.replace(args, language_model_only=True)
         self._renderer: Any = None
         if not has_tokenizer:
             return
         try:
-            self._config = paper.configuration(dataclasses.replace(self._args, skip_tokenizer_init=False))
+            self._config = dry_run.configuration(dataclasses.replace(self._args, skip_tokenizer_init=False))
             self._renderer = renderer_from_config(self._config)
             self._renderer.get_tokenizer()
         except (OSError, ValueError, RuntimeError, ImportError) as error:
-            sentence = paper.sentence_of(error, self._directory, given)
+            sentence = dry_run.message_of(error, self._directory, given)
             raise UsageError(f"{given} gives no tokenizer for a model that can be served: {sentence}") from error
 
     def ids(self, prompt: Any) -> list[int]:
@@ -61,7 +61,7 @@ class Renderer(contextlib.ExitStack):
             else:
                 rendered = self._chat(prompt.content, prompt.request)
         except Exception as error:  # a chat template raises what it likes
-            sentence = paper.sentence_of(error, self._directory, self._given)
+            sentence = dry_run.message_of(error, self._directory, self._given)
             raise UsageError(f"the {prompt.kind} cannot be turned into tokens: {sentence}") from error
         return list(rendered["prompt_token_ids"])
 
@@ -74,9 +74,9 @@ class Renderer(contextlib.ExitStack):
     def block_size(self) -> int:
         """B of an engine with this model."""
         try:
-            drawn = paper.Paper(paper.configuration(self._args), CARD_BYTES, peak=0)
+            drawn = dry_run.DryRun(dry_run.configuration(self._args), CARD_BYTES, peak=0)
         except (RuntimeError, ValueError) as error:
-            sentence = paper.sentence_of(error, self._directory, self._given)
+            sentence = dry_run.message_of(error, self._directory, self._given)
             raise UsageError(
                 f"the block size does not follow from {self._given}; pass --block-size: {sentence}"
             ) from error

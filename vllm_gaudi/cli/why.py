@@ -3,7 +3,7 @@
 
 Owns: reading a prompt, the comparison, and its words. Token ids come from vLLM's own renderer, the kept boundaries and
 the reasons from the scheduler's own rules.
-Never: an engine; the block size comes from the user or from an engine on paper.
+Never: an engine; the block size comes from the user or from a dry run.
 
 Ordering rule: what decides is the token ids; texts are shown, and never compared.
 """

@@ -15,7 +15,7 @@ from vllm_gaudi import cli
 @pytest.fixture(scope="session")
 def quick_plans() -> None:
     """A plan collects garbage, as a start does, and none of it is what vLLM and torch imported."""
-    import vllm_gaudi.cli.paper  # noqa: F401
+    import vllm_gaudi.cli.dry_run  # noqa: F401
 
     gc.freeze()
 

@@ -98,7 +98,7 @@ def plan(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 LARGE = ("--language-model-only", "--max-num-seqs", 32, "--max-num-batched-tokens", 8192)
-# A pool's blocks are objects also on paper: no more memory than the weights of a rank leave room in.
+# A pool's blocks are objects in a dry run, too: no more memory than the weights of a rank leave room in.
 GIB_OF_LARGEST = {("qwen3.5-397b-a17b", 1): 1024, ("qwen3.5-397b-a17b", 4): 320}
 PLANNED = (
     "qwen3.5-27b-1",
@@ -147,7 +147,7 @@ def test_the_numbers_are_the_published_ones(row, plan):
     assert numbers["boundary"]["blocks"] == 4
     assert numbers["boundary"]["moved_bytes"] == state["row_bytes"]
     assert block["gdn_groups"] == [block["attention_layers"]] * 3
-    # The documentation's tables come from a formula; an engine on paper has never seen it.
+    # The documentation's tables come from a formula; a dry run has never seen it.
     formula = Geometry(row.model, row.ranks)
     assert (formula.block, formula.page_bytes) == (block["tokens"], block["page_bytes"])
     assert (formula.block_bytes, formula.row_bytes) == (block["block_bytes"], state["row_bytes"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine on paper: vLLM's own start, up to the first tensor that would take memory.
+"""The dry run of an engine: vLLM's own start, up to the first tensor that would take memory.
 
 Owns: the configuration of a directory that may hold a config.json and nothing else, and one rank's worker whose device
 is torch's "meta": model, caches and bucket grid are those of a started engine, with shapes and without bytes.
@@ -96,7 +96,7 @@ def configuration(args: AsyncEngineArgs) -> VllmConfig:
 # The worker
 
 
-class PaperWorker(HPUWorker):
+class DryRunWorker(HPUWorker):
     """One of several equal ranks. ``total_memory``: bytes of its device; ``peak``: of its profile run."""
 
     def __init__(self, config: VllmConfig, total_memory: int, peak: int):
@@ -146,7 +146,7 @@ def one_rank_of(config: VllmConfig) -> Iterator[None]:
 # The start
 
 
-class Paper:
+class DryRun:
     """An engine with ``config``, as far as it gets. Raises what a start raises before memory is counted.
 
     ``problem``: what it raises then, None where it would serve; with a problem the pool has one block.
@@ -156,7 +156,7 @@ class Paper:
         self.config = config
         self.problem: Exception | None = None
         self.num_blocks: int | None = None
-        self.worker = worker = PaperWorker(config, total_memory, peak)
+        self.worker = worker = DryRunWorker(config, total_memory, peak)
         with one_rank_of(config):
             worker.init_device()
             worker.load_model()
@@ -206,7 +206,7 @@ class Paper:
         return sum(parameter.numel() for parameter in self.worker.get_model().parameters())
 
 
-def sentence_of(error: BaseException, directory: Path, given: str) -> str:
+def message_of(error: BaseException, directory: Path, given: str) -> str:
     """An error of vLLM or ours in one line, with the path that the user gave."""
     errors = getattr(error, "errors", None)
     if callable(errors):  # pydantic wraps the sentence
