@@ -157,9 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace, rest: list[str]) -> int:
     _require_vllm()
     compat.define_torchvision_schemas()
-    from vllm_gaudi.cli import draft
+    from vllm_gaudi.cli import plan_builder
 
-    found = draft.make(options, rest)
+    found = plan_builder.build(options, rest)
     _print(found.as_dict(), found.as_text, options.json)
     return 1 if found.refusals else 0
 

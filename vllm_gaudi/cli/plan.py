@@ -2,7 +2,7 @@
 """The record of `vllm-gaudi plan`: what a command would start, or why it would not; as JSON and in words.
 
 Owns: which numbers are told, and how. Bytes are one rank's.
-Never: how they are found (``draft``).
+Never: how they are found (``plan_builder``).
 
 Ordering rule: refusals stand before the numbers, advice and the command after them.
 """

@@ -74,13 +74,13 @@ class Renderer(contextlib.ExitStack):
     def block_size(self) -> int:
         """B of an engine with this model."""
         try:
-            drawn = dry_run.DryRun(dry_run.configuration(self._args), CARD_BYTES, peak=0)
+            engine = dry_run.DryRun(dry_run.configuration(self._args), CARD_BYTES, peak=0)
         except (RuntimeError, ValueError) as error:
             sentence = dry_run.message_of(error, self._directory, self._given)
             raise UsageError(
                 f"the block size does not follow from {self._given}; pass --block-size: {sentence}"
             ) from error
-        return drawn.runner.step.caches.geometry.block_size
+        return engine.runner.step.caches.geometry.block_size
 
     def _text(self, content: str, request: dict[str, Any]) -> Any:
         prompt: PromptType = content

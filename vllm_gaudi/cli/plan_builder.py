@@ -63,13 +63,13 @@ REPAIRS = {
 """Rows whose repair leaves the model what it is."""
 
 
-def make(options: argparse.Namespace, rest: list[str]) -> Plan:
+def build(options: argparse.Namespace, rest: list[str]) -> Plan:
     """The plan of ``vllm serve`` with these flags, ``rest`` among them. Raises UsageError where there is no model."""
     from vllm_gaudi.cli import dry_run
 
     flags = _flags(options, rest)
     with dry_run.model_directory(options.model) as directory:
-        return _Draft(options, flags, directory).plan()
+        return _PlanBuilder(options, flags, directory).plan()
 
 
 def _flags(options: argparse.Namespace, rest: list[str]) -> list[str]:
@@ -87,7 +87,7 @@ def _flags(options: argparse.Namespace, rest: list[str]) -> list[str]:
     return flags + rest
 
 
-class _Draft:
+class _PlanBuilder:
     def __init__(self, options: argparse.Namespace, flags: list[str], directory: Path):
         from vllm_gaudi.cli import dry_run
 
@@ -105,10 +105,10 @@ class _Draft:
 
     def plan(self) -> Plan:
         config = self._configured()
-        drawn = None if config is None else self._drawn(config)
-        numbers = None if drawn is None else self._numbers(drawn)
-        if drawn is not None and numbers is not None:
-            self._advise(drawn, numbers)
+        engine = None if config is None else self._engine(config)
+        numbers = None if engine is None else self._numbers(engine)
+        if engine is not None and numbers is not None:
+            self._advise(engine, numbers)
         return Plan(
             model=self._given,
             architecture=None if config is None else config.model_config.architecture,
@@ -139,16 +139,16 @@ class _Draft:
             self._refuse(error)
         return None
 
-    def _drawn(self, config: Any) -> Any:
+    def _engine(self, config: Any) -> Any:
         """A dry run; None where a start would not get as far as its caches."""
         try:
-            drawn = self._dry_run.DryRun(config, self._device_bytes, self._peak)
+            engine = self._dry_run.DryRun(config, self._device_bytes, self._peak)
         except Exception as error:  # noqa: BLE001
             self._refuse(error)
             return None
-        if drawn.problem is not None:
-            self._refuse(drawn.problem)
-        return drawn
+        if engine.problem is not None:
+            self._refuse(engine.problem)
+        return engine
 
     def _refuse(self, error: Exception) -> None:
         """Whatever stops a dry run would stop a start: it runs the start's own code."""
@@ -170,11 +170,11 @@ class _Draft:
             return None
 
     def _starts(self, **changes: Any) -> bool:
-        drawn = self._other(**changes)
-        return drawn is not None and drawn.problem is None
+        engine = self._other(**changes)
+        return engine is not None and engine.problem is None
 
-    def _numbers(self, drawn: Any) -> Numbers:
-        config, runner, memory = drawn.config, drawn.runner, drawn.worker.memory
+    def _numbers(self, engine: Any) -> Numbers:
+        config, runner, memory = engine.config, engine.runner, engine.worker.memory
         geometry, is_cached = runner.step.caches.geometry, config.cache_config.enable_prefix_caching
         scheduler, model = config.scheduler_config, config.model_config
         length = model.max_model_len
@@ -197,7 +197,7 @@ class _Draft:
             page_bytes=geometry.page_bytes,
             block_bytes=geometry.page_bytes * len(geometry.attention_layers),
         )
-        state = _state(drawn) if geometry.gdn_groups else None
+        state = _state(engine) if geometry.gdn_groups else None
         layout = getattr(runner.step.store, "layout", None)
         boundary = None
         if layout is not None:
@@ -208,10 +208,10 @@ class _Draft:
                 moved_bytes=layout.checkpoint_bytes,
             )
         pool = None
-        if drawn.num_blocks is not None:
-            pool = Pool(drawn.num_blocks, geometry.pool_bytes, (drawn.num_blocks - 1) * geometry.block_size)
+        if engine.num_blocks is not None:
+            pool = Pool(engine.num_blocks, geometry.pool_bytes, (engine.num_blocks - 1) * geometry.block_size)
         other = self._other(enable_prefix_caching=not is_cached)
-        mine, theirs = _fits(drawn, length), _fits(other, length)
+        mine, theirs = _fits(engine, length), _fits(other, length)
         on, off = (mine, theirs) if is_cached else (theirs, mine)
         return Numbers(
             flags=flags,
@@ -224,7 +224,7 @@ class _Draft:
                 given=memory.given,
                 budget=memory.budget,
                 weights=memory.taken,
-                parameters=drawn.num_parameters,
+                parameters=engine.num_parameters,
                 peak=memory.peak,
                 slots=runner.max_num_seqs,
                 reserved_rows=NUM_RESERVED_ROWS,
@@ -238,7 +238,7 @@ class _Draft:
             conversations=Conversations(length, on, off),
         )
 
-    def _advise(self, drawn: Any, numbers: Numbers) -> None:
+    def _advise(self, engine: Any, numbers: Numbers) -> None:
         flags, block, state, memory = numbers.flags, numbers.block, numbers.state, numbers.memory
         changes: dict[str, Any] = {}
         if state is not None and state.ssm_dtype != "float32":
@@ -317,17 +317,17 @@ def _without(flags: list[str], name: str) -> Iterator[str]:
             yield flag
 
 
-def _fits(drawn: Any, length: int) -> Fit | None:
+def _fits(engine: Any, length: int) -> Fit | None:
     """Conversations of ``length`` tokens; None where it would not start."""
-    if drawn is None or drawn.num_blocks is None:
+    if engine is None or engine.num_blocks is None:
         return None
-    runner = drawn.runner
-    sizes = drawn.num_blocks, runner.step.caches.geometry.block_size, len(runner.step.cached_groups), length
-    return Fit(conversations(*sizes, runner.max_num_seqs), conversations(*sizes, drawn.num_blocks), drawn.num_blocks)
+    runner = engine.runner
+    sizes = engine.num_blocks, runner.step.caches.geometry.block_size, len(runner.step.cached_groups), length
+    return Fit(conversations(*sizes, runner.max_num_seqs), conversations(*sizes, engine.num_blocks), engine.num_blocks)
 
 
-def _state(drawn: Any) -> State:
-    caches, layout = drawn.runner.step.caches, getattr(drawn.runner.step.store, "layout", None)
+def _state(engine: Any) -> State:
+    caches, layout = engine.runner.step.caches, getattr(engine.runner.step.store, "layout", None)
     shape, page_bytes = caches.state_shape, caches.geometry.page_bytes
     num_layers = len(caches.ssm_states)
     segments = () if layout is None else layout.segments
