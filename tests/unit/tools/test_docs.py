@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README and CONTRIBUTING against the tree: every path exists, every refusal and every configuration key is listed."""
+"""README, CONTRIBUTING and the pages that they point to against the tree: every path, refusal and key is there."""
 
 import re
 from pathlib import Path
@@ -14,23 +14,8 @@ from vllm_gaudi.bucketing import grid
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-
-
-def tree_paths(text):
-    """Paths of the README's tree, from its indentation."""
-    section = text.split("## The tree\n")[1].split("\n## ")[0]
-    parents = []
-    for line in section.splitlines():
-        if not line.strip():
-            continue
-        depth, name = (len(line) - len(line.lstrip()) - 4) // 2, line.split()[0]
-        parents[depth:] = [name]
-        yield "".join(parents)
-
-
-@pytest.mark.parametrize("path", list(tree_paths(README)))
-def test_the_readmes_tree_is_the_tree(path):
-    assert (ROOT / path).exists()
+REFUSALS = (ROOT / "docs" / "refusals.md").read_text()
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
 
 
 def test_files_named_in_the_text_exist():
@@ -41,8 +26,8 @@ def test_files_named_in_the_text_exist():
 
 
 @pytest.mark.parametrize("row", capabilities.TABLE, ids=lambda row: row.name)
-def test_every_refusal_is_in_the_readme(row):
-    assert f"`{row.name}`" in README
+def test_every_refusal_is_in_its_page(row):
+    assert f"`{row.name}`" in REFUSALS
 
 
 @pytest.mark.parametrize("architecture", capabilities.SUPPORTED_ARCHITECTURES)
@@ -51,13 +36,24 @@ def test_every_supported_architecture_is_in_the_readme(architecture):
 
 
 @pytest.mark.parametrize("key", grid.CONFIG_KEYS)
-def test_every_additional_config_key_is_in_the_readme(key):
-    assert f"| `{key}` |" in README
+def test_every_additional_config_key_is_in_its_page(key):
+    assert f"| `{key}` |" in CONFIGURATION
 
 
-def test_every_variable_of_the_readmes_table_exists():
-    named = re.findall(r"^\| `([A-Z][A-Z_]+)` \|", README, re.M)
-    assert named and set(named) <= set(envs.TABLE)
+def test_every_variable_has_a_row_in_its_page():
+    named = re.findall(r"^\| `([A-Z][A-Z0-9_]+)` \|", CONFIGURATION, re.M)
+    assert set(envs.TABLE) <= set(named)
+
+
+def test_every_page_that_is_linked_exists():
+    linked = re.findall(r"\]\(([\w./-]+\.md)\)", README + CONTRIBUTING)
+    assert len(linked) > 8
+    assert not [path for path in linked if not (ROOT / path).is_file()]
+
+
+def test_the_readme_can_be_read_in_one_go():
+    lines = README.splitlines()
+    assert len(lines) <= 120 and max(map(len, lines)) <= 130
 
 
 def test_the_release_is_the_same_everywhere():
