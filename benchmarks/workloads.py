@@ -206,7 +206,7 @@ def conversations(sessions: list[Session]) -> Iterator[list[int]]:
 def needed_blocks(sessions: list[Session], block_size: int, num_gdn_groups: int) -> int:
     """Pool blocks that hold every conversation at its end, each with one checkpoint.
 
-    Of one conversation that is ``blocks_of_conversation``; whole blocks that several begin with are counted once.
+    Of one conversation that is ``blocks_per_request``; whole blocks that several begin with are counted once.
     """
     whole: set[tuple[int, ...]] = set()
     others = 0

@@ -275,7 +275,7 @@ LINE = re.compile(
     r"vllm_gaudi on (?P<device>\w+): B = (?P<block>\d+) tokens, (?P<groups>\d+) GDN group\(s\) \+ 1 attention group, "
     r"(?P<blocks>\d+) blocks; pool (?P<pool>[\d.]+ .iB), (?P<slots>\d+) slots and "
     r"(?P<staging>\d+) staging rows (?P<state>[\d.]+ .iB), "
-    r"weights (?P<weights>[\d.]+ .iB); (?P<conversations>[\d.]+) conversations of (?P<length>\d+) tokens fit"
+    r"weights (?P<weights>[\d.]+ .iB); maximum concurrency for (?P<length>[\d,]+) tokens per request: (?P<fits>[\d.]+)x"
 )
 
 
@@ -313,6 +313,6 @@ def test_as_many_conversations_fit_as_the_line_says(name, checkpoint, said, pree
             results = opened.generate([[11] * 100, [12] * 100], greedy(28))
             assert [len(result.tokens) for result in results] == [28, 28]
             preempted[blocks] = len(stopped)
-    told = [float(match["conversations"]) for match in map(LINE.fullmatch, said) if match]
-    assert told == [2.0, round((2 * each - 1) / each, 1)]
+    told = [float(match["fits"]) for match in map(LINE.fullmatch, said) if match]
+    assert told == [2.0, round((2 * each - 1) / each, 2)]
     assert preempted[2 * each + 1] == 0 < preempted[2 * each]

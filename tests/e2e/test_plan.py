@@ -91,7 +91,7 @@ def told_and_held(numbers: dict[str, Any], opened: Engine) -> dict[str, tuple[An
     caches, geometry = runner.step.caches, runner.step.caches.geometry
     layout = getattr(runner.step.store, "layout", None)
     block, memory, pool = numbers["block"], numbers["memory"], numbers["pool"]
-    fit = numbers["conversations"]["caching_on" if numbers["flags"]["prefix_caching"] else "caching_off"]
+    fit = numbers["max_concurrency"]["caching_on" if numbers["flags"]["prefix_caching"] else "caching_off"]
     spare = size((*caches.k, *caches.v)) // (geometry.num_kernel_blocks + 1)
     found = {
         "B": (block["tokens"], opened.block_size),
@@ -176,7 +176,7 @@ def test_a_share_of_the_device_with_the_measured_peak_gives_the_same_blocks(
 
 
 def test_caching_off_is_planned_as_it_would_start(checkpoint, config_of, plan):
-    fits = plan(config_of("q35_dense"), *command_line(FLAGS))["numbers"]["conversations"]
+    fits = plan(config_of("q35_dense"), *command_line(FLAGS))["numbers"]["max_concurrency"]
     with engine(checkpoint("q35_dense"), **{**OF_TESTS, **FLAGS, "enable_prefix_caching": False}) as opened:
         assert fits["caching_off"]["blocks"] == opened.runner.step.caches.geometry.num_blocks
     assert fits["caching_on"]["blocks"] < fits["caching_off"]["blocks"]

@@ -159,7 +159,7 @@ def test_the_log_says_what_was_built(served):
     log = served.server.log_path.read_text()
     (line,) = [line for line in log.splitlines() if "vllm_gaudi on cpu" in line]
     assert "B = 16 tokens" in line and "3 GDN group(s) + 1 attention group" in line and "blocks" in line
-    assert "slots" in line and "weights" in line and "conversations of 512 tokens fit" in line
+    assert "slots" in line and "weights" in line and "maximum concurrency for 512 tokens per request" in line
     assert "Unknown vLLM environment variable" not in log
 
 

@@ -43,7 +43,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     plan = commands.add_parser(
         "plan",
-        help="what `vllm serve MODEL` would be: block size, pool, conversations, refusals",
+        help="what `vllm serve MODEL` would be: block size, pool, maximum concurrency, refusals",
         description="What `vllm serve MODEL` would be with the same flags: from its config.json alone, without weights "
         "and without a device. Exits with 1 where it would be refused.",
         epilog="MODEL comes first; every other flag of `vllm serve` may follow.",

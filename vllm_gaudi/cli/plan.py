@@ -123,8 +123,8 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Conversations:
-    """How many conversations of ``length`` tokens fit at a time; None where it would not start."""
+class MaxConcurrency:
+    """Most requests of ``length`` tokens that run at a time; None where it would not start."""
 
     length: int
     caching_on: Fit | None
@@ -139,7 +139,7 @@ class Numbers:
     memory: Memory
     pool: Pool | None
     boundary: Boundary | None
-    conversations: Conversations
+    max_concurrency: MaxConcurrency
 
 
 @dataclass(frozen=True)
@@ -263,12 +263,12 @@ def _lines_of_numbers(numbers: Numbers) -> Iterator[str]:
             f"{boundary.blocks} blocks, {boundary.gdn_blocks} of them for GDN states; {_size(boundary.pool_bytes)}",
         )
         yield _row("a save moves", _size(boundary.moved_bytes))
-    fits = numbers.conversations
+    fits = numbers.max_concurrency
     yield ""
-    yield f"conversations of {fits.length:,} tokens that fit"
+    yield f"maximum concurrency for {fits.length:,} tokens per request"
     for words, fit in (("caching on", fits.caching_on), ("caching off", fits.caching_off)):
         if fit is None:
             yield _row(words, "would not start")
         else:
-            slots = f"; {fit.in_pool:,.1f} with more slots" if fit.in_pool > fit.number else ""
-            yield _row(words, f"{fit.number:,.1f} in {fit.blocks:,} blocks{slots}")
+            slots = f"; {fit.in_pool:,.2f}x with more slots" if fit.in_pool > fit.number else ""
+            yield _row(words, f"{fit.number:,.2f}x in {fit.blocks:,} blocks{slots}")

@@ -22,9 +22,9 @@ from vllm_gaudi.cli.plan import (
     Advice,
     Block,
     Boundary,
-    Conversations,
     Fit,
     Flags,
+    MaxConcurrency,
     Memory,
     Numbers,
     Plan,
@@ -35,7 +35,7 @@ from vllm_gaudi.cli.plan import (
 from vllm_gaudi.units import GIB, format_bytes
 from vllm_gaudi.v1.core.sched.block_size import MAX_KERNEL_BLOCK
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import WORD_BYTES
-from vllm_gaudi.v1.worker.memory import CARD_BYTES, conversations, per_block_layout_factor
+from vllm_gaudi.v1.worker.memory import CARD_BYTES, max_concurrency, per_block_layout_factor
 from vllm_gaudi.v1.worker.state_slots import NUM_RESERVED_ROWS
 
 MORE_RANKS = (2, 4, 8, 16)
@@ -235,7 +235,7 @@ class _PlanBuilder:
             ),
             pool=pool,
             boundary=boundary,
-            conversations=Conversations(length, on, off),
+            max_concurrency=MaxConcurrency(length, on, off),
         )
 
     def _advise(self, engine: Any, numbers: Numbers) -> None:
@@ -282,9 +282,9 @@ class _PlanBuilder:
                         )
                     )
                     break
-        fit = numbers.conversations.caching_on if flags.prefix_caching else numbers.conversations.caching_off
+        fit = numbers.max_concurrency.caching_on if flags.prefix_caching else numbers.max_concurrency.caching_off
         if state is not None and flags.max_num_seqs > 1 and (fit is None or flags.max_num_seqs > 2 * fit.in_pool):
-            holds = "" if fit is None else f", and the pool holds {fit.in_pool:,.1f} conversations of full length"
+            holds = "" if fit is None else f", and the pool holds {fit.in_pool:,.1f} requests of full length"
             self._notes.append(
                 f"a slot takes {format_bytes(state.row_bytes)}, used or not: --max-num-seqs {flags.max_num_seqs} takes "
                 f"{format_bytes(state.row_bytes * flags.max_num_seqs)}{holds}"
@@ -318,12 +318,14 @@ def _without(flags: list[str], name: str) -> Iterator[str]:
 
 
 def _fits(engine: Any, length: int) -> Fit | None:
-    """Conversations of ``length`` tokens; None where it would not start."""
+    """MaxConcurrency of ``length`` tokens; None where it would not start."""
     if engine is None or engine.num_blocks is None:
         return None
     runner = engine.runner
     sizes = engine.num_blocks, runner.step.caches.geometry.block_size, len(runner.step.cached_groups), length
-    return Fit(conversations(*sizes, runner.max_num_seqs), conversations(*sizes, engine.num_blocks), engine.num_blocks)
+    return Fit(
+        max_concurrency(*sizes, runner.max_num_seqs), max_concurrency(*sizes, engine.num_blocks), engine.num_blocks
+    )
 
 
 def _state(engine: Any) -> State:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import cache, engines, report, workloads
 from benchmarks.workloads import Session, Turn
-from vllm_gaudi.v1.worker.memory import blocks_of_conversation
+from vllm_gaudi.v1.worker.memory import blocks_per_request
 
 B = 4
 
@@ -142,12 +142,12 @@ class TestNeededBlocks:
     def test_of_one_conversation_it_is_what_the_package_plans_for_it(self):
         for new, answer in ((10, 4), (8, 4), (1, 1), (3, 30)):
             session = Session([Turn(list(range(10, 10 + new)), answer), Turn([7] * new, answer)])
-            planned = blocks_of_conversation(B, 3, 2 * (new + answer))
+            planned = blocks_per_request(B, 3, 2 * (new + answer))
             assert workloads.needed_blocks([session], B, 3) == planned, (new, answer)
 
     def test_of_conversations_that_share_nothing_it_is_the_sum(self):
         sessions = [Session([Turn([first] * 9, 6)]) for first in (10, 11, 12)]
-        assert workloads.needed_blocks(sessions, B, 3) == 3 * blocks_of_conversation(B, 3, 15)
+        assert workloads.needed_blocks(sessions, B, 3) == 3 * blocks_per_request(B, 3, 15)
 
     def test_whole_blocks_that_conversations_begin_with_are_counted_once(self):
         turn = Turn(list(range(10, 20)), answer=4)  # two whole blocks of the prompt, and two that the answer is in
@@ -172,4 +172,4 @@ def test_flags_are_for_the_longest_session_and_a_share_of_the_largest_need():
     half = engines.flags_for([large, small], B, 0.5, 0.1, 16)
     assert need // 2 <= half["num_gpu_blocks_override"] <= need // 2 + 17 and half["max_num_batched_tokens"] == 16
     least = engines.flags_for([small], B, 0.01, 1, 1)
-    assert least["num_gpu_blocks_override"] > blocks_of_conversation(B, 3, least["max_model_len"])
+    assert least["num_gpu_blocks_override"] > blocks_per_request(B, 3, least["max_model_len"])

@@ -196,17 +196,17 @@ def test_the_words_have_the_numbers_of_the_json(run):
     assert code == 0
     found = json.loads(run(*arguments, "--json")[1])["numbers"]
     said = set(re.findall(r"[\d,]+\.?\d*", text))
-    fits = found["conversations"]
+    fits = found["max_concurrency"]
     unsaid = {f"{value:,}" for value in numbers_of(found) if isinstance(value, int)} - {s.rstrip(",.") for s in said}
     assert not unsaid
     assert f"{found['state']['per_block_layout_factor']:.4f}" in said
     for fit in (fits["caching_on"], fits["caching_off"]):
-        assert f"{fit['number']:,.1f} in {fit['blocks']:,} blocks" in text
+        assert f"{fit['number']:,.2f}x in {fit['blocks']:,} blocks" in text
     assert "estimate" in text
 
 
 def test_caching_costs_staging_rows_and_a_conversation_its_checkpoint(plan):
-    fits = plan("qwen3.5-27b", "--language-model-only", "--max-num-seqs", 200)["numbers"]["conversations"]
+    fits = plan("qwen3.5-27b", "--language-model-only", "--max-num-seqs", 200)["numbers"]["max_concurrency"]
     on, off = fits["caching_on"], fits["caching_off"]
     blocks_each = -(-32768 // 896)
     assert on["in_pool"] == pytest.approx((on["blocks"] - 1) / (blocks_each + 3))
@@ -217,7 +217,7 @@ def test_caching_costs_staging_rows_and_a_conversation_its_checkpoint(plan):
 def test_the_other_way_round_is_told_where_caching_is_off(plan):
     numbers = plan("qwen3.5-27b", "--language-model-only", "--no-enable-prefix-caching")["numbers"]
     mirror = plan("qwen3.5-27b", "--language-model-only")["numbers"]
-    assert numbers["conversations"] == mirror["conversations"]
+    assert numbers["max_concurrency"] == mirror["max_concurrency"]
     assert numbers["boundary"] is None and numbers["memory"]["staging_rows"] == 0
     assert mirror["boundary"] is not None and mirror["memory"]["staging_rows"] > 0
 
@@ -293,7 +293,7 @@ def test_what_does_not_fit_names_the_fewest_ranks_that_do(plan):
     assert refusal["sentence"].startswith("no memory is left for the block pool")
     numbers = found["numbers"]
     assert numbers["pool"] is None and numbers["memory"]["available"] < 0 and numbers["block"]["tokens"] == 640
-    assert numbers["conversations"]["caching_on"] is None
+    assert numbers["max_concurrency"]["caching_on"] is None
     assert "--tensor-parallel-size 2" in found["command"]
     advised = {tuple(advice["flags"]): advice["why"] for advice in found["advice"]}
     assert "B is 1,152 with it" in advised["--mamba-ssm-cache-dtype", "float32"]

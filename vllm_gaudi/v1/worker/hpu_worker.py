@@ -27,7 +27,7 @@ from vllm_gaudi.units import format_bytes
 from vllm_gaudi.v1.core.sched.block_size import kernel_block_size
 from vllm_gaudi.v1.worker import execution
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner, load_model
-from vllm_gaudi.v1.worker.memory import MemoryBudget, conversations
+from vllm_gaudi.v1.worker.memory import MemoryBudget, max_concurrency
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
@@ -168,7 +168,7 @@ class HPUWorker(WorkerBase):
         geometry = self.model_runner.step.caches.geometry
         logger.info(
             "vllm_gaudi on %s: B = %d tokens, %d GDN group(s) + 1 attention group, %d blocks; pool %s, %d slots and %d "
-            "staging rows %s, weights %s; %.1f conversations of %d tokens fit",
+            "staging rows %s, weights %s; maximum concurrency for %s tokens per request: %.2fx",
             device.device_type(),
             geometry.block_size,
             len(geometry.gdn_groups),
@@ -178,14 +178,14 @@ class HPUWorker(WorkerBase):
             self.model_runner.step.grid.num_staging,
             format_bytes(self.model_runner.step.caches.state_bytes),
             format_bytes(self._weight_bytes),
-            conversations(
+            f"{self.model_config.max_model_len:,}",
+            max_concurrency(
                 geometry.num_blocks,
                 geometry.block_size,
                 len(self.model_runner.step.cached_groups),
                 self.model_config.max_model_len,
                 self.scheduler_config.max_num_seqs,
             ),
-            self.model_config.max_model_len,
         )
 
         logger.info("%s", self.model_runner.step.store.describe())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a device's memory holds: the arithmetic that the worker and the command line share. Numbers only.
 
-Owns: the budget of the block pool, and how many conversations a pool holds.
+Owns: the budget of the block pool, and how many requests of a length a pool holds.
 Never: a tensor, a configuration, a log line; it imports nothing.
 
 Ordering rule: weights, then the profile run's peak, then state rows; the pool is what is left.
@@ -42,14 +42,14 @@ class MemoryBudget:
         return self.budget - others - self.states - self.padding_block
 
 
-def blocks_of_conversation(block_size: int, num_cached_groups: int, length: int) -> int:
+def blocks_per_request(block_size: int, num_cached_groups: int, length: int) -> int:
     """Pool blocks of ``length`` tokens: attention blocks and, to be resumed, one checkpoint where GDN groups cache."""
     return -(-length // block_size) + num_cached_groups
 
 
-def conversations(num_blocks: int, block_size: int, num_cached_groups: int, length: int, max_num_seqs: int) -> float:
-    """How many conversations of ``length`` tokens fit at a time. The pool's block 0 holds nothing."""
-    return min((num_blocks - 1) / blocks_of_conversation(block_size, num_cached_groups, length), max_num_seqs)
+def max_concurrency(num_blocks: int, block_size: int, num_cached_groups: int, length: int, max_num_seqs: int) -> float:
+    """Most requests of ``length`` tokens that run at a time. The pool's block 0 holds nothing."""
+    return min((num_blocks - 1) / blocks_per_request(block_size, num_cached_groups, length), max_num_seqs)
 
 
 def per_block_layout_factor(page_bytes: int, state_bytes: int) -> float:

@@ -9,8 +9,8 @@ import pytest
 
 from vllm_gaudi.v1.worker.memory import (
     MemoryBudget,
-    blocks_of_conversation,
-    conversations,
+    blocks_per_request,
+    max_concurrency,
     per_block_layout_factor,
 )
 
@@ -33,13 +33,13 @@ def test_what_is_missing_is_negative():
 
 @pytest.mark.parametrize(("groups", "length", "blocks"), [(3, 1, 4), (3, 16, 4), (3, 17, 5), (0, 17, 2), (0, 16, 1)])
 def test_a_conversation_takes_its_blocks_and_a_checkpoint(groups, length, blocks):
-    assert blocks_of_conversation(16, groups, length) == blocks
+    assert blocks_per_request(16, groups, length) == blocks
 
 
 def test_the_null_block_holds_no_conversation_and_slots_are_a_limit():
-    assert conversations(41, 16, 3, 80, max_num_seqs=99) == 5.0
-    assert conversations(41, 16, 3, 80, max_num_seqs=2) == 2
-    assert conversations(1, 16, 3, 80, max_num_seqs=2) == 0
+    assert max_concurrency(41, 16, 3, 80, max_num_seqs=99) == 5.0
+    assert max_concurrency(41, 16, 3, 80, max_num_seqs=2) == 2
+    assert max_concurrency(1, 16, 3, 80, max_num_seqs=2) == 0
 
 
 def test_a_second_tensor_per_block_costs_its_share():
