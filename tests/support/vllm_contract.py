@@ -1,706 +1,281 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of vLLM the plugin overrides, calls beside its public interface, or reads: the table to look at when vLLM moves.
 
-Owns: ``ROWS`` and ``drift``, which compares a row with the vLLM that is installed.
-Never: an opinion on what to do; the file of a row says what the symbol is used for.
+Owns: the table (``SYMBOLS``, ``READS``; ``ROWS`` is both as records), the record of the supported release in
+``vllm-<release>.json``, and ``drift``, which compares the vLLM that is installed with table and record.
+Never: an opinion on what to do; the module of a row says what the symbol is used for.
 
-Ordering rule: none. A symbol that the plugin overrides and that has no row fails
+Ordering rule: mend what has drifted, then record. A symbol that the plugin overrides and that has no row fails
 ``tests/unit/support/test_vllm_contract.py``.
+
+    python -m tests.support.vllm_contract record
+
+writes the record of the vLLM that is installed in the place of the former one. The difference, which it prints, is the
+report of an upgrade: it has every field of a dataclass, so new ones are seen; only those in ``READS`` must be there.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import difflib
 import importlib
 import inspect
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from typing import Any
+
+# Module of vllm_gaudi -> symbols of vLLM that it depends on.
+SYMBOLS: dict[str, tuple[str, ...]] = {
+    "attention.backend": (
+        "vllm.v1.attention.backend.AttentionBackend.get_builder_cls",
+        "vllm.v1.attention.backend.AttentionBackend.get_impl_cls",
+        "vllm.v1.attention.backend.AttentionBackend.get_name",
+        "vllm.v1.attention.backend.AttentionBackend.get_preferred_block_size",
+        "vllm.v1.attention.backend.AttentionBackend.get_supported_kernel_block_sizes",
+        "vllm.v1.attention.backend.AttentionBackend.supported_dtypes",
+        "vllm.v1.attention.backend.AttentionBackend.supported_kv_cache_dtypes",
+        "vllm.v1.attention.backend.AttentionImpl.__init__",
+        "vllm.v1.attention.backend.AttentionImpl.forward",
+    ),
+    "cli.dry_run": (
+        "vllm.distributed.parallel_state.init_distributed_environment",
+        "vllm.entrypoints.launchers.cli_args.make_arg_parser",
+        "vllm.model_executor.layers.rotary_embedding._ROPE_DICT",
+        "vllm.model_executor.model_loader.utils.initialize_model",
+        "vllm.v1.attention.backends.utils.resolve_kv_cache_layout",
+        "vllm.v1.core.kv_cache_utils.generate_scheduler_kv_cache_config",
+        "vllm.v1.core.kv_cache_utils.get_kv_cache_configs",
+        "vllm.v1.core.kv_cache_utils.get_kv_cache_groups",
+        "vllm.v1.core.kv_cache_utils.resolve_kv_cache_block_sizes",
+        "vllm.v1.core.single_type_kv_cache_manager.register_all_kvcache_specs",
+    ),
+    "cli.rendering": (
+        "vllm.renderers.base.BaseRenderer.render_chat",
+        "vllm.renderers.base.BaseRenderer.render_cmpl",
+        "vllm.renderers.inputs.preprocess.parse_model_prompt",
+    ),
+    "distributed.hpu_communicator": (
+        "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase.all_gather",
+        "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase.all_reduce",
+    ),
+    "layers": ("vllm.forward_context.get_forward_context",),
+    "layers.attention": ("vllm.model_executor.layers.attention.attention.Attention.forward",),
+    "layers.gdn_attention": (
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention.__init__",
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention._output_projection",
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention.fix_query_key_value_ordering",
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention.split_ba",
+    ),
+    "layers.linear": (
+        "vllm.model_executor.layers.linear.UnquantizedLinearMethod.__init__",
+        "vllm.model_executor.layers.linear.UnquantizedLinearMethod.apply",
+        "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod.apply",
+    ),
+    "layers.moe": (
+        "vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase.is_monolithic",
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner._encode_layer_name",
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner._forward_impl",
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner._select_forward",
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner._moe_forward",
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.__init__",
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.apply_monolithic",
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.get_fused_moe_quant_config",
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.process_weights_after_loading",
+    ),
+    "layers.norm": (
+        "vllm.model_executor.layers.layernorm.GemmaRMSNorm.__init__",
+        "vllm.model_executor.layers.layernorm.RMSNorm.__init__",
+        "vllm.model_executor.layers.layernorm.RMSNorm.forward_native",
+    ),
+    "layers.norm, layers.rotary": ("vllm.model_executor.custom_op.CustomOp.forward_oot",),
+    "layers.rotary": (
+        "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding.__init__",
+        "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbeddingBase._match_cos_sin_cache_dtype",
+        "vllm.model_executor.layers.rotary_embedding.mrope.MRotaryEmbedding.__init__",
+    ),
+    "platform": (
+        "vllm.platforms.interface.Platform.check_and_update_config",
+        "vllm.platforms.interface.Platform.check_if_supports_dtype",
+        "vllm.platforms.interface.Platform.device_control_env_var",
+        "vllm.platforms.interface.Platform.dispatch_key",
+        "vllm.platforms.interface.Platform.dist_backend",
+        "vllm.platforms.interface.Platform.get_attn_backend_cls",
+        "vllm.platforms.interface.Platform.get_current_memory_usage",
+        "vllm.platforms.interface.Platform.get_device_communicator_cls",
+        "vllm.platforms.interface.Platform.get_device_name",
+        "vllm.platforms.interface.Platform.get_device_total_memory",
+        "vllm.platforms.interface.Platform.get_device_uuid",
+        "vllm.platforms.interface.Platform.import_kernels",
+        "vllm.platforms.interface.Platform.inference_mode",
+        "vllm.platforms.interface.Platform.is_cumem_allocator_available",
+        "vllm.platforms.interface.Platform.is_pin_memory_available",
+        "vllm.platforms.interface.Platform.is_sleep_mode_available",
+        "vllm.platforms.interface.Platform.manual_seed_all",
+        "vllm.platforms.interface.Platform.opaque_attention_op",
+        "vllm.platforms.interface.Platform.pre_register_and_update",
+        "vllm.platforms.interface.Platform.ray_device_key",
+        "vllm.platforms.interface.Platform.register_custom_kv_cache_specs",
+        "vllm.platforms.interface.Platform.set_device",
+        "vllm.platforms.interface.Platform.simple_compile_backend",
+        "vllm.platforms.interface.Platform.support_hybrid_kv_cache",
+        "vllm.platforms.interface.Platform.support_static_graph_mode",
+        "vllm.platforms.interface.Platform.supported_dtypes",
+        "vllm.platforms.interface.Platform.validate_request",
+    ),
+    "v1.core.checkpoint_ledger": (
+        "vllm.v1.core.block_pool.BlockPool.cache_full_blocks",
+        "vllm.v1.core.block_pool.BlockPool.evict_blocks",
+        "vllm.v1.core.block_pool.BlockPool.free_blocks",
+        "vllm.v1.core.block_pool.BlockPool.get_new_blocks",
+        "vllm.v1.core.block_pool.BlockPool.get_num_free_blocks",
+        "vllm.v1.core.block_pool.BlockPool.touch",
+        "vllm.v1.core.block_pool.BlockPool.unpin_blocks",
+        "vllm.v1.core.kv_cache_utils.KVCacheBlock",
+        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.__init__",
+        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.allocate_new_blocks",
+        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.cache_blocks",
+        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.find_longest_cache_hit",  # inherited
+        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.get_num_blocks_to_allocate",
+        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.pop_blocks_for_free",
+        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.reachable_block_mask",  # its rule is ours to follow
+        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.remove_skipped_blocks",
+        "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager._get_num_evictable_blocks",
+        "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager.add_local_computed_blocks",
+        "vllm.v1.kv_cache_interface.MambaSpec.__init__",
+        "vllm.v1.kv_cache_interface.MambaSpec.max_memory_usage_bytes",
+        "vllm.v1.kv_cache_spec_registry.KVCacheSpecRegistry.register",
+    ),
+    "v1.core.checkpoint_ledger, v1.core.sched.block_size": ("vllm.v1.kv_cache_interface.MambaSpec",),
+    "v1.core.sched.hpu_scheduler": (
+        "vllm.v1.core.kv_cache_manager.KVCacheManager.evict_blocks",
+        "vllm.v1.core.sched.scheduler.Scheduler._mamba_block_aligned_split",
+        "vllm.v1.core.sched.scheduler.Scheduler._preempt_request",
+        "vllm.v1.core.sched.scheduler.Scheduler.finish_requests",
+        "vllm.v1.core.sched.scheduler.Scheduler.make_stats",
+        "vllm.v1.core.sched.scheduler.Scheduler.schedule",
+    ),
+    "v1.metrics": (
+        "vllm.v1.metrics.loggers.StatLoggerBase.__init__",
+        "vllm.v1.metrics.loggers.StatLoggerBase.log_engine_initialized",
+        "vllm.v1.metrics.loggers.StatLoggerBase.record",
+        "vllm.v1.metrics.stats.SchedulerStats",
+    ),
+    "v1.worker.bucketed_sampling": (
+        "vllm.v1.sample.sampler.Sampler.__init__",
+        "vllm.v1.sample.sampler.Sampler.apply_penalties",
+        "vllm.v1.worker.gpu_input_batch.InputBatch.__init__",
+        "vllm.v1.worker.gpu_input_batch.InputBatch._make_prompt_token_ids_cpu_tensor",
+        "vllm.v1.worker.gpu_input_batch.InputBatch.num_reqs",
+        "vllm.v1.worker.gpu_input_batch.InputBatch.refresh_metadata",
+    ),
+    "v1.worker.graphs": ("vllm.forward_context.set_forward_context",),
+    "v1.worker.hpu_model_runner": ("vllm.model_executor.model_loader.get_model_loader",),
+    "v1.worker.hpu_worker": (
+        "vllm.v1.worker.gpu_worker.init_worker_distributed_environment",
+        "vllm.v1.worker.worker_base.WorkerBase.__init__",
+        "vllm.v1.worker.worker_base.WorkerBase.compile_or_warm_up_model",
+        "vllm.v1.worker.worker_base.WorkerBase.execute_model",
+        "vllm.v1.worker.worker_base.WorkerBase.get_kv_cache_spec",
+        "vllm.v1.worker.worker_base.WorkerBase.get_model",
+        "vllm.v1.worker.worker_base.WorkerBase.init_device",
+        "vllm.v1.worker.worker_base.WorkerBase.load_model",
+        "vllm.v1.worker.worker_base.WorkerBase.sample_tokens",
+        "vllm.v1.worker.worker_base.WorkerBase.shutdown",
+        "vllm.v1.worker.worker_base.WorkerBase.synchronize_device",
+        "vllm.v1.worker.workspace.init_workspace_manager",
+    ),
+    "v1.worker.kv_cache": ("vllm.v1.kv_cache_interface.KVCacheConfig",),
+    "v1.worker.output": (
+        "vllm.v1.outputs.AsyncModelRunnerOutput.get_output",
+        "vllm.v1.outputs.ModelRunnerOutput",
+    ),
+    "v1.worker.requests": ("vllm.v1.core.sched.output.SchedulerOutput",),
+    "v1.worker.requests, v1.core.sched.hpu_scheduler": (
+        "vllm.v1.core.sched.output.CachedRequestData",
+        "vllm.v1.core.sched.output.NewRequestData",
+    ),
+    "v1.worker.sampling": (
+        "vllm.v1.core.sched.output.GrammarOutput",
+        "vllm.v1.sample.logits_processor.build_logitsprocs",
+        "vllm.v1.sample.sampler.Sampler.forward",
+        "vllm.v1.worker.gpu_input_batch.InputBatch.add_request",
+        "vllm.v1.worker.gpu_input_batch.InputBatch.condense",
+        "vllm.v1.worker.gpu_input_batch.InputBatch.remove_request",
+    ),
+}
+
+# Dataclass of vLLM -> its fields that the plugin reads or fills.
+READS: dict[str, tuple[str, ...]] = {
+    "vllm.v1.core.kv_cache_utils.KVCacheBlock": (
+        "block_id",
+        "ref_cnt",
+        "prev_free_block",
+        "next_free_block",
+        "is_null",
+    ),
+    "vllm.v1.core.sched.output.CachedRequestData": (
+        "req_ids",
+        "resumed_req_ids",
+        "new_block_ids",
+        "num_computed_tokens",
+        "num_output_tokens",
+        "all_token_ids",
+    ),
+    "vllm.v1.core.sched.output.GrammarOutput": ("structured_output_request_ids", "grammar_bitmask"),
+    "vllm.v1.core.sched.output.NewRequestData": (
+        "req_id",
+        "prompt_token_ids",
+        "sampling_params",
+        "block_ids",
+        "num_computed_tokens",
+    ),
+    "vllm.v1.core.sched.output.SchedulerOutput": (
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+        "num_scheduled_tokens",
+        "finished_req_ids",
+        "preempted_req_ids",
+        "new_block_ids_to_zero",
+        "kv_cache_block_copies",
+        "block_table_updates",
+        "scheduled_spec_decode_tokens",
+    ),
+    "vllm.v1.kv_cache_interface.KVCacheConfig": ("num_blocks", "kv_cache_groups", "prefix_cache_retention_interval"),
+    "vllm.v1.kv_cache_interface.MambaSpec": (
+        "shapes",
+        "dtypes",
+        "num_speculative_blocks",
+        "num_prefill_checkpoint_blocks",
+        "block_size",
+    ),
+    "vllm.v1.metrics.stats.SchedulerStats": ("waiting_lora_adapters",),
+    "vllm.v1.outputs.ModelRunnerOutput": (
+        "req_ids",
+        "req_id_to_index",
+        "sampled_token_ids",
+        "logprobs",
+        "prompt_logprobs_dict",
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """``symbol`` of vLLM 0.30.0 and the module of ours that depends on it.
-
-    ``parameters`` of a callable, in order; ``fields`` of a dataclass that must be there; neither for an attribute.
-    """
+    """``symbol`` of vLLM and the module of ours that depends on it; ``fields`` that a dataclass must have."""
 
     symbol: str
     used_by: str
-    parameters: tuple[str, ...] | None = None
-    fields: tuple[str, ...] | None = None
+    fields: tuple[str, ...] = ()
 
 
-ROWS: tuple[Row, ...] = (
-    # A start without tensors, in the order of the modules.
-    Row(
-        "vllm.distributed.parallel_state.init_distributed_environment",
-        "cli.dry_run",
-        parameters=("world_size", "rank", "distributed_init_method", "local_rank", "backend", "timeout"),
-    ),
-    Row("vllm.entrypoints.launchers.cli_args.make_arg_parser", "cli.dry_run", parameters=("parser",)),
-    Row("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", "cli.dry_run"),
-    Row(
-        "vllm.model_executor.model_loader.utils.initialize_model",
-        "cli.dry_run",
-        parameters=("vllm_config", "prefix", "model_class", "model_config"),
-    ),
-    Row(
-        "vllm.renderers.base.BaseRenderer.render_chat",
-        "cli.rendering",
-        parameters=("self", "conversations", "chat_params", "tok_params", "prompt_extras", "skip_mm_cache"),
-    ),
-    Row(
-        "vllm.renderers.base.BaseRenderer.render_cmpl",
-        "cli.rendering",
-        parameters=("self", "prompts", "tok_params", "prompt_extras", "skip_mm_cache"),
-    ),
-    Row("vllm.renderers.inputs.preprocess.parse_model_prompt", "cli.rendering", parameters=("model_config", "prompt")),
-    Row(
-        "vllm.v1.attention.backends.utils.resolve_kv_cache_layout",
-        "cli.dry_run",
-        parameters=("vllm_config", "supported_layouts", "kv_cache_specs"),
-    ),
-    Row(
-        "vllm.v1.core.kv_cache_utils.generate_scheduler_kv_cache_config",
-        "cli.dry_run",
-        parameters=("kv_cache_configs",),
-    ),
-    Row(
-        "vllm.v1.core.kv_cache_utils.get_kv_cache_configs",
-        "cli.dry_run",
-        parameters=("vllm_config", "kv_cache_specs", "available_memory"),
-    ),
-    Row("vllm.v1.core.kv_cache_utils.get_kv_cache_groups", "cli.dry_run", parameters=("vllm_config", "kv_cache_spec")),
-    Row(
-        "vllm.v1.core.kv_cache_utils.resolve_kv_cache_block_sizes",
-        "cli.dry_run",
-        parameters=("kv_cache_config", "vllm_config"),
-    ),
-    Row(
-        "vllm.v1.core.single_type_kv_cache_manager.register_all_kvcache_specs",
-        "cli.dry_run",
-        parameters=("vllm_config",),
-    ),
-    Row(
-        "vllm.model_executor.layers.attention.attention.Attention.forward",
-        "layers.attention",
-        parameters=("self", "query", "key", "value", "output_shape", "output_dtype"),
-    ),
-    Row(
-        "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase.all_gather",
-        "distributed.hpu_communicator",
-        parameters=("self", "input_", "dim"),
-    ),
-    Row(
-        "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase.all_reduce",
-        "distributed.hpu_communicator",
-        parameters=("self", "input_"),
-    ),
-    Row("vllm.forward_context.get_forward_context", "layers, attention", parameters=()),
-    Row(
-        "vllm.forward_context.set_forward_context",
-        "v1.worker.graphs",
-        parameters=(
-            "attn_metadata",
-            "vllm_config",
-            "num_tokens",
-            "num_tokens_across_dp",
-            "cudagraph_runtime_mode",
-            "batch_descriptor",
-            "ubatch_slices",
-            "slot_mapping",
-            "skip_compiled",
-            "is_padding",
-        ),
-    ),
-    Row(
-        "vllm.model_executor.custom_op.CustomOp.forward_oot",
-        "layers.norm, models.rotary",
-        parameters=("self", "args", "kwargs"),
-    ),
-    Row("vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase.is_monolithic", "layers.moe"),
-    Row(
-        "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner._encode_layer_name",
-        "layers.moe",
-        parameters=("self",),
-    ),
-    Row(
-        "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner._forward_impl",
-        "layers.moe",
-        parameters=("self", "hidden_states", "router_logits", "shared_experts_input", "input_ids"),
-    ),
-    Row(
-        "vllm.model_executor.layers.fused_moe.runner.moe_runner.MoERunner._select_forward",
-        "layers.moe",
-        parameters=("self",),
-    ),
-    Row(
-        "vllm.model_executor.layers.fused_moe.runner.moe_runner._moe_forward",
-        "layers.moe",
-        parameters=(
-            "hidden_states",
-            "router_logits",
-            "shared_experts_input",
-            "input_ids",
-            "layer_name",
-            "hidden_dim_unpadded",
-        ),
-    ),
-    Row(
-        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.__init__",
-        "layers.moe",
-        parameters=("self", "moe"),
-    ),
-    Row(
-        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.apply_monolithic",
-        "layers.moe",
-        parameters=("self", "layer", "x", "router_logits", "input_ids"),
-    ),
-    Row(
-        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.get_fused_moe_quant_config",
-        "layers.moe",
-        parameters=("self", "layer"),
-    ),
-    Row(
-        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.process_weights_after_loading",
-        "layers.moe",
-        parameters=("self", "layer"),
-    ),
-    Row(
-        "vllm.model_executor.layers.layernorm.GemmaRMSNorm.__init__",
-        "layers.norm",
-        parameters=("self", "hidden_size", "eps"),
-    ),
-    Row(
-        "vllm.model_executor.layers.layernorm.RMSNorm.__init__",
-        "layers.norm",
-        parameters=("self", "hidden_size", "eps", "var_hidden_size", "has_weight", "dtype"),
-    ),
-    Row(
-        "vllm.model_executor.layers.layernorm.RMSNorm.forward_native",
-        "layers.norm",
-        parameters=("self", "x", "residual"),
-    ),
-    Row("vllm.model_executor.layers.linear.UnquantizedLinearMethod.__init__", "layers.linear", parameters=("self",)),
-    Row(
-        "vllm.model_executor.layers.linear.UnquantizedLinearMethod.apply",
-        "layers.linear",
-        parameters=("self", "layer", "x", "bias"),
-    ),
-    Row(
-        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention.__init__",
-        "layers.gdn_attention",
-        parameters=("self", "config", "vllm_config", "prefix", "gqa_interleaved_layout", "reduce_results"),
-    ),
-    Row(
-        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention._output_projection",
-        "layers.gdn_attention",
-        parameters=("self", "core_attn_out", "z"),
-    ),
-    Row(
-        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention.fix_query_key_value_ordering",
-        "layers.gdn_attention",
-        parameters=("self", "mixed_qkvz", "mixed_ba"),
-    ),
-    Row(
-        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention.split_ba",
-        "layers.gdn_attention",
-        parameters=("self", "ba"),
-    ),
-    Row(
-        "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding.__init__",
-        "layers.rotary",
-        parameters=(
-            "self",
-            "head_size",
-            "rotary_dim",
-            "max_position_embeddings",
-            "base",
-            "is_neox_style",
-            "dtype",
-            "init_cache",
-        ),
-    ),
-    Row(
-        "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbeddingBase._match_cos_sin_cache_dtype",
-        "layers.rotary",
-        parameters=("self", "query"),
-    ),
-    Row(
-        "vllm.model_executor.layers.rotary_embedding.mrope.MRotaryEmbedding.__init__",
-        "layers.rotary",
-        parameters=(
-            "self",
-            "head_size",
-            "rotary_dim",
-            "max_position_embeddings",
-            "base",
-            "is_neox_style",
-            "dtype",
-            "mrope_section",
-            "mrope_interleaved",
-            "scaling_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "attention_factor",
-            "truncate",
-        ),
-    ),
-    Row(
-        "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod.apply",
-        "layers.linear",
-        parameters=("self", "layer", "x", "bias"),
-    ),
-    Row("vllm.model_executor.model_loader.get_model_loader", "v1.worker.hpu_model_runner", parameters=("load_config",)),
-    Row("vllm.platforms.interface.Platform.check_and_update_config", "platform", parameters=("cls", "vllm_config")),
-    Row("vllm.platforms.interface.Platform.check_if_supports_dtype", "platform", parameters=("cls", "dtype")),
-    Row("vllm.platforms.interface.Platform.device_control_env_var", "platform"),
-    Row("vllm.platforms.interface.Platform.dispatch_key", "platform"),
-    Row("vllm.platforms.interface.Platform.dist_backend", "platform"),
-    Row(
-        "vllm.platforms.interface.Platform.get_attn_backend_cls",
-        "platform",
-        parameters=("cls", "selected_backend", "attn_selector_config", "num_heads"),
-    ),
-    Row("vllm.platforms.interface.Platform.get_current_memory_usage", "platform", parameters=("cls", "device")),
-    Row("vllm.platforms.interface.Platform.get_device_communicator_cls", "platform", parameters=("cls",)),
-    Row("vllm.platforms.interface.Platform.get_device_name", "platform", parameters=("cls", "device_id")),
-    Row("vllm.platforms.interface.Platform.get_device_total_memory", "platform", parameters=("cls", "device_id")),
-    Row("vllm.platforms.interface.Platform.get_device_uuid", "platform", parameters=("cls", "device_id")),
-    Row("vllm.platforms.interface.Platform.import_kernels", "platform", parameters=("cls",)),
-    Row("vllm.platforms.interface.Platform.inference_mode", "platform", parameters=("cls",)),
-    Row("vllm.platforms.interface.Platform.is_cumem_allocator_available", "platform", parameters=("self",)),
-    Row("vllm.platforms.interface.Platform.is_pin_memory_available", "platform", parameters=("cls",)),
-    Row("vllm.platforms.interface.Platform.is_sleep_mode_available", "platform", parameters=("self",)),
-    Row("vllm.platforms.interface.Platform.manual_seed_all", "platform", parameters=("cls", "seed")),
-    Row("vllm.platforms.interface.Platform.opaque_attention_op", "platform", parameters=("cls",)),
-    Row("vllm.platforms.interface.Platform.pre_register_and_update", "platform", parameters=("cls", "parser")),
-    Row("vllm.platforms.interface.Platform.ray_device_key", "platform"),
-    Row(
-        "vllm.platforms.interface.Platform.register_custom_kv_cache_specs",
-        "platform",
-        parameters=("cls", "vllm_config"),
-    ),
-    Row("vllm.platforms.interface.Platform.set_device", "platform", parameters=("cls", "device")),
-    Row("vllm.platforms.interface.Platform.simple_compile_backend", "platform"),
-    Row("vllm.platforms.interface.Platform.support_hybrid_kv_cache", "platform", parameters=("cls",)),
-    Row("vllm.platforms.interface.Platform.support_static_graph_mode", "platform", parameters=("cls",)),
-    Row("vllm.platforms.interface.Platform.supported_dtypes", "platform"),
-    Row(
-        "vllm.platforms.interface.Platform.validate_request",
-        "platform",
-        parameters=("cls", "processed_inputs", "params"),
-    ),
-    Row("vllm.v1.attention.backend.AttentionBackend.get_builder_cls", "attention.backend", parameters=()),
-    Row("vllm.v1.attention.backend.AttentionBackend.get_impl_cls", "attention.backend", parameters=()),
-    Row("vllm.v1.attention.backend.AttentionBackend.get_name", "attention.backend", parameters=()),
-    Row(
-        "vllm.v1.attention.backend.AttentionBackend.get_preferred_block_size",
-        "attention.backend",
-        parameters=("cls", "default_block_size"),
-    ),
-    Row(
-        "vllm.v1.attention.backend.AttentionBackend.get_supported_kernel_block_sizes",
-        "attention.backend",
-        parameters=(),
-    ),
-    Row("vllm.v1.attention.backend.AttentionBackend.supported_dtypes", "attention.backend"),
-    Row("vllm.v1.attention.backend.AttentionBackend.supported_kv_cache_dtypes", "attention.backend"),
-    Row(
-        "vllm.v1.attention.backend.AttentionImpl.__init__",
-        "attention.backend",
-        parameters=(
-            "self",
-            "num_heads",
-            "head_size",
-            "scale",
-            "num_kv_heads",
-            "alibi_slopes",
-            "sliding_window",
-            "kv_cache_dtype",
-            "logits_soft_cap",
-            "attn_type",
-            "kv_sharing_target_layer_name",
-        ),
-    ),
-    Row(
-        "vllm.v1.attention.backend.AttentionImpl.forward",
-        "attention.backend",
-        parameters=(
-            "self",
-            "layer",
-            "query",
-            "key",
-            "value",
-            "kv_cache",
-            "attn_metadata",
-            "output",
-            "output_scale",
-            "output_block_scale",
-        ),
-    ),
-    Row(
-        "vllm.v1.core.block_pool.BlockPool.cache_full_blocks",
-        "v1.core.checkpoint_ledger",
-        parameters=(
-            "self",
-            "request",
-            "blocks",
-            "num_cached_blocks",
-            "num_full_blocks",
-            "block_size",
-            "kv_cache_group_id",
-            "block_mask",
-        ),
-    ),
-    Row(
-        "vllm.v1.core.block_pool.BlockPool.evict_blocks", "v1.core.checkpoint_ledger", parameters=("self", "block_ids")
-    ),
-    Row(
-        "vllm.v1.core.block_pool.BlockPool.free_blocks",
-        "v1.core.checkpoint_ledger",
-        parameters=("self", "ordered_blocks"),
-    ),
-    Row(
-        "vllm.v1.core.block_pool.BlockPool.get_new_blocks",
-        "v1.core.checkpoint_ledger",
-        parameters=("self", "num_blocks"),
-    ),
-    Row("vllm.v1.core.block_pool.BlockPool.get_num_free_blocks", "v1.core.checkpoint_ledger", parameters=("self",)),
-    Row("vllm.v1.core.block_pool.BlockPool.touch", "v1.core.checkpoint_ledger", parameters=("self", "blocks")),
-    Row(
-        "vllm.v1.core.block_pool.BlockPool.unpin_blocks",
-        "v1.core.checkpoint_ledger",
-        parameters=("self", "blocks", "on_reuse"),
-    ),
-    Row(
-        "vllm.v1.core.kv_cache_manager.KVCacheManager.evict_blocks",
-        "v1.core.sched.hpu_scheduler",
-        parameters=("self", "block_ids"),
-    ),
-    Row(
-        "vllm.v1.core.sched.scheduler.Scheduler._mamba_block_aligned_split",
-        "v1.core.sched.hpu_scheduler",
-        parameters=(
-            "self",
-            "request",
-            "num_new_tokens",
-            "num_new_local_computed_tokens",
-            "num_external_computed_tokens",
-        ),
-    ),
-    Row(
-        "vllm.v1.core.sched.scheduler.Scheduler._preempt_request",
-        "v1.core.sched.hpu_scheduler",
-        parameters=("self", "request", "timestamp", "drop_stale_output"),
-    ),
-    Row(
-        "vllm.v1.core.sched.scheduler.Scheduler.finish_requests",
-        "v1.core.sched.hpu_scheduler",
-        parameters=("self", "request_ids", "finished_status"),
-    ),
-    Row(
-        "vllm.v1.core.sched.scheduler.Scheduler.make_stats",
-        "v1.core.sched.hpu_scheduler",
-        parameters=("self", "spec_decoding_stats", "kv_connector_stats", "cudagraph_stats", "perf_stats"),
-    ),
-    Row(
-        "vllm.v1.core.sched.scheduler.Scheduler.schedule",
-        "v1.core.sched.hpu_scheduler",
-        parameters=("self", "throttle_prefills"),
-    ),
-    Row(
-        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.__init__",
-        "v1.core.checkpoint_ledger",
-        parameters=("self", "kv_cache_spec", "block_pool", "kwargs"),
-    ),
-    Row(
-        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.allocate_new_blocks",
-        "v1.core.checkpoint_ledger",
-        parameters=("self", "request_id", "num_tokens", "num_tokens_main_model"),
-    ),
-    Row(
-        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.cache_blocks",
-        "v1.core.checkpoint_ledger",
-        parameters=("self", "request", "num_tokens", "retention_interval", "replay_boundaries"),
-    ),
-    Row(
-        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.find_longest_cache_hit",
-        "v1.core.checkpoint_ledger (inherited)",
-        parameters=(
-            "cls",
-            "block_hashes",
-            "max_length",
-            "kv_cache_group_ids",
-            "block_pool",
-            "kv_cache_spec",
-            "drop_eagle_block",
-            "alignment_tokens",
-            "dcp_world_size",
-            "pcp_world_size",
-        ),
-    ),
-    Row(
-        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.get_num_blocks_to_allocate",
-        "v1.core.checkpoint_ledger",
-        parameters=(
-            "self",
-            "request_id",
-            "num_tokens",
-            "new_computed_blocks",
-            "total_computed_tokens",
-            "num_local_computed_tokens",
-            "num_tokens_main_model",
-            "apply_admission_cap",
-        ),
-    ),
-    Row(
-        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.pop_blocks_for_free",
-        "v1.core.checkpoint_ledger",
-        parameters=("self", "request_id"),
-    ),
-    Row(
-        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.reachable_block_mask",
-        "v1.core.checkpoint_ledger (its rule is ours to follow)",
-        parameters=(
-            "cls",
-            "start_block",
-            "end_block",
-            "alignment_tokens",
-            "kv_cache_spec",
-            "use_eagle",
-            "retention_interval",
-            "reachable_boundaries",
-            "dcp_world_size",
-            "final_segment_end_block",
-        ),
-    ),
-    Row(
-        "vllm.v1.core.single_type_kv_cache_manager.MambaManager.remove_skipped_blocks",
-        "v1.core.checkpoint_ledger",
-        parameters=("self", "request_id", "processed_computed_tokens", "num_prompt_tokens"),
-    ),
-    Row(
-        "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager._get_num_evictable_blocks",
-        "v1.core.checkpoint_ledger",
-        parameters=("cls", "blocks"),
-    ),
-    Row(
-        "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager.add_local_computed_blocks",
-        "v1.core.checkpoint_ledger",
-        parameters=(
-            "self",
-            "request_id",
-            "new_computed_blocks",
-            "num_local_computed_tokens",
-            "num_external_computed_tokens",
-        ),
-    ),
-    Row(
-        "vllm.v1.kv_cache_interface.MambaSpec.__init__",
-        "v1.core.checkpoint_ledger",
-        parameters=(
-            "self",
-            "block_size",
-            "shapes",
-            "dtypes",
-            "page_size_padded",
-            "mamba_type",
-            "mamba_cache_mode",
-            "num_speculative_blocks",
-            "num_prefill_checkpoint_blocks",
-            "prefill_checkpoint_alignment",
-            "num_heads",
-            "tokens_per_state",
-            "tp_replicated",
-        ),
-    ),
-    Row(
-        "vllm.v1.kv_cache_interface.MambaSpec.max_memory_usage_bytes",
-        "v1.core.checkpoint_ledger",
-        parameters=("self", "vllm_config"),
-    ),
-    Row(
-        "vllm.v1.kv_cache_spec_registry.KVCacheSpecRegistry.register",
-        "v1.core.checkpoint_ledger",
-        parameters=("cls", "kvcache_spec_cls", "manager_class", "uniform_type_base_spec"),
-    ),
-    Row(
-        "vllm.v1.metrics.loggers.StatLoggerBase.__init__",
-        "v1.metrics",
-        parameters=("self", "vllm_config", "engine_index"),
-    ),
-    Row("vllm.v1.metrics.loggers.StatLoggerBase.log_engine_initialized", "v1.metrics", parameters=("self",)),
-    Row(
-        "vllm.v1.metrics.loggers.StatLoggerBase.record",
-        "v1.metrics",
-        parameters=("self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
-    ),
-    Row("vllm.v1.outputs.AsyncModelRunnerOutput.get_output", "v1.worker.output", parameters=("self",)),
-    Row(
-        "vllm.v1.sample.logits_processor.build_logitsprocs",
-        "v1.worker.sampling",
-        parameters=("vllm_config", "device", "is_pin_memory", "is_pooling_model", "custom_logitsprocs"),
-    ),
-    Row(
-        "vllm.v1.sample.sampler.Sampler.__init__",
-        "v1.worker.bucketed_sampling",
-        parameters=("self", "logprobs_mode", "use_fp64_gumbel"),
-    ),
-    Row(
-        "vllm.v1.sample.sampler.Sampler.apply_penalties",
-        "v1.worker.bucketed_sampling",
-        parameters=("logits", "sampling_metadata", "output_token_ids"),
-    ),
-    Row(
-        "vllm.v1.sample.sampler.Sampler.forward",
-        "v1.worker.sampling",
-        parameters=("self", "logits", "sampling_metadata", "predict_bonus_token", "logprobs_mode_override"),
-    ),
-    Row(
-        "vllm.v1.worker.gpu_input_batch.InputBatch.__init__",
-        "v1.worker.bucketed_sampling",
-        parameters=(
-            "self",
-            "max_num_reqs",
-            "max_model_len",
-            "max_num_batched_tokens",
-            "device",
-            "vocab_size",
-            "block_sizes",
-            "kernel_block_sizes",
-            "max_num_blocks_per_req",
-            "logitsprocs",
-            "logitsprocs_need_output_token_ids",
-            "num_spec_tokens",
-            "is_pooling_model",
-            "cp_kv_cache_interleave_size",
-            "reasoning_config",
-            "use_replayssm",
-            "slot_mapping_modes",
-        ),
-    ),
-    Row("vllm.v1.worker.gpu_input_batch.InputBatch.add_request", "v1.worker.sampling", parameters=("self", "request")),
-    Row("vllm.v1.worker.gpu_input_batch.InputBatch.condense", "v1.worker.sampling", parameters=("self",)),
-    Row(
-        "vllm.v1.worker.gpu_input_batch.InputBatch._make_prompt_token_ids_cpu_tensor",
-        "v1.worker.bucketed_sampling",
-        parameters=("self",),
-    ),
-    Row("vllm.v1.worker.gpu_input_batch.InputBatch.num_reqs", "v1.worker.bucketed_sampling"),
-    Row(
-        "vllm.v1.worker.gpu_input_batch.InputBatch.refresh_metadata",
-        "v1.worker.bucketed_sampling",
-        parameters=("self",),
-    ),
-    Row(
-        "vllm.v1.worker.gpu_input_batch.InputBatch.remove_request", "v1.worker.sampling", parameters=("self", "req_id")
-    ),
-    Row(
-        "vllm.v1.worker.gpu_worker.init_worker_distributed_environment",
-        "v1.worker.hpu_worker",
-        parameters=("vllm_config", "rank", "distributed_init_method", "local_rank", "backend"),
-    ),
-    Row(
-        "vllm.v1.worker.worker_base.WorkerBase.__init__",
-        "v1.worker.hpu_worker",
-        parameters=("self", "vllm_config", "local_rank", "rank", "distributed_init_method", "is_driver_worker"),
-    ),
-    Row("vllm.v1.worker.worker_base.WorkerBase.compile_or_warm_up_model", "v1.worker.hpu_worker", parameters=("self",)),
-    Row(
-        "vllm.v1.worker.worker_base.WorkerBase.execute_model",
-        "v1.worker.hpu_worker",
-        parameters=("self", "scheduler_output"),
-    ),
-    Row("vllm.v1.worker.worker_base.WorkerBase.get_kv_cache_spec", "v1.worker.hpu_worker", parameters=("self",)),
-    Row("vllm.v1.worker.worker_base.WorkerBase.get_model", "v1.worker.hpu_worker", parameters=("self",)),
-    Row("vllm.v1.worker.worker_base.WorkerBase.init_device", "v1.worker.hpu_worker", parameters=("self",)),
-    Row(
-        "vllm.v1.worker.worker_base.WorkerBase.load_model",
-        "v1.worker.hpu_worker",
-        parameters=("self", "load_dummy_weights"),
-    ),
-    Row(
-        "vllm.v1.worker.worker_base.WorkerBase.sample_tokens",
-        "v1.worker.hpu_worker",
-        parameters=("self", "grammar_output"),
-    ),
-    Row("vllm.v1.worker.worker_base.WorkerBase.shutdown", "v1.worker.hpu_worker", parameters=("self",)),
-    Row("vllm.v1.worker.worker_base.WorkerBase.synchronize_device", "v1.worker.hpu_worker", parameters=("self",)),
-    Row(
-        "vllm.v1.worker.workspace.init_workspace_manager",
-        "v1.worker.hpu_worker",
-        parameters=("device", "num_ubatches", "num_lanes"),
-    ),
-    Row(
-        "vllm.v1.core.kv_cache_utils.KVCacheBlock",
-        "v1.core.checkpoint_ledger",
-        fields=("block_id", "ref_cnt", "prev_free_block", "next_free_block", "is_null"),
-    ),
-    Row(
-        "vllm.v1.core.sched.output.CachedRequestData",
-        "v1.worker.requests, v1.core.sched.hpu_scheduler",
-        fields=(
-            "req_ids",
-            "resumed_req_ids",
-            "new_block_ids",
-            "num_computed_tokens",
-            "num_output_tokens",
-            "all_token_ids",
-        ),
-    ),
-    Row(
-        "vllm.v1.core.sched.output.NewRequestData",
-        "v1.worker.requests, v1.core.sched.hpu_scheduler",
-        fields=("req_id", "prompt_token_ids", "sampling_params", "block_ids", "num_computed_tokens"),
-    ),
-    Row(
-        "vllm.v1.core.sched.output.SchedulerOutput",
-        "v1.worker.requests",
-        fields=(
-            "scheduled_new_reqs",
-            "scheduled_cached_reqs",
-            "num_scheduled_tokens",
-            "finished_req_ids",
-            "preempted_req_ids",
-            "new_block_ids_to_zero",
-            "kv_cache_block_copies",
-            "block_table_updates",
-            "scheduled_spec_decode_tokens",
-        ),
-    ),
-    Row(
-        "vllm.v1.core.sched.output.GrammarOutput",
-        "v1.worker.sampling",
-        fields=("structured_output_request_ids", "grammar_bitmask"),
-    ),
-    Row(
-        "vllm.v1.kv_cache_interface.KVCacheConfig",
-        "v1.worker.kv_cache",
-        fields=("num_blocks", "kv_cache_groups", "prefix_cache_retention_interval"),
-    ),
-    Row(
-        "vllm.v1.kv_cache_interface.MambaSpec",
-        "v1.core.checkpoint_ledger, v1.core.sched.block_size",
-        fields=(
-            "shapes",
-            "dtypes",
-            "page_size_padded",
-            "mamba_cache_mode",
-            "num_speculative_blocks",
-            "num_prefill_checkpoint_blocks",
-            "block_size",
-        ),
-    ),
-    Row("vllm.v1.metrics.stats.SchedulerStats", "v1.metrics", fields=("waiting_lora_adapters",)),
-    Row(
-        "vllm.v1.outputs.ModelRunnerOutput",
-        "v1.worker.output",
-        fields=("req_ids", "req_id_to_index", "sampled_token_ids", "logprobs", "prompt_logprobs_dict"),
-    ),
-)
+ROWS = tuple(Row(symbol, used_by, READS.get(symbol, ())) for used_by, symbols in SYMBOLS.items() for symbol in symbols)
+
+Record = Mapping[str, "str | list[str]"]
+"""Symbol -> parameters of a callable, ``(self, blocks, on_reuse=...)``, fields of a dataclass, else a type's name."""
 
 
 def resolve(symbol: str) -> Any:
@@ -717,21 +292,94 @@ def resolve(symbol: str) -> Any:
     raise ImportError(f"no module of {symbol}")
 
 
-def drift(row: Row) -> str | None:
-    """What differs between ``row`` and the installed vLLM, None where nothing does."""
-    try:
-        found = resolve(row.symbol)
-    except (AttributeError, ImportError) as error:
-        return f"{row.symbol} is gone ({error}); {row.used_by} depends on it"
-    if row.fields is not None:
-        names = {field.name for field in dataclasses.fields(found)}
-        missing = [name for name in row.fields if name not in names]
-        return f"{row.symbol} has no field {', '.join(missing)}; {row.used_by} reads it" if missing else None
-    if row.parameters is None:
-        return None
+def describe(symbol: str) -> str | list[str]:
+    """What the record says of a symbol of the vLLM that is installed. Raises as ``resolve``."""
+    found = resolve(symbol)
+    if dataclasses.is_dataclass(found):
+        return [field.name for field in dataclasses.fields(found)]
     if isinstance(found, (classmethod, staticmethod)):
         found = found.__func__
-    parameters = tuple(inspect.signature(found).parameters)
-    if parameters == row.parameters:
-        return None
-    return f"{row.symbol} takes {parameters} and took {row.parameters}; {row.used_by} depends on it"
+    return _parameters(found) if callable(found) else type(found).__name__
+
+
+def drift(row: Row, record: Record) -> str | None:
+    """What differs between ``row``, its entry in ``record`` and the vLLM that is installed; None where nothing does."""
+    try:
+        found = describe(row.symbol)
+    except (AttributeError, ImportError) as error:
+        return f"{row.symbol} is gone ({error}); {row.used_by} depends on it"
+    if row.symbol not in record:
+        return f"{row.symbol} is not recorded: run python -m tests.support.vllm_contract record"
+    if row.fields:
+        missing = [name for name in row.fields if name not in found]
+        return f"{row.symbol} has no field {', '.join(missing)}; {row.used_by} reads it" if missing else None
+    was = record[row.symbol]
+    return None if found == was else f"{row.symbol} is {found} and was {was}; {row.used_by} depends on it"
+
+
+def recorded() -> Record:
+    """The record in the tree. There is one."""
+    (path,) = _records()
+    return json.loads(path.read_text())
+
+
+def record() -> str:
+    """Write the record of the vLLM that is installed in the place of the former one; what differs between them."""
+    found: dict[str, str | list[str]] = {}
+    for symbol in sorted(row.symbol for row in ROWS):
+        try:
+            found[symbol] = describe(symbol)
+        except (AttributeError, ImportError):
+            continue  # the table's row fails until it is mended
+    text = json.dumps(found, indent=1) + "\n"
+    path = FOLDER / f"vllm-{metadata.version('vllm').partition('+')[0]}.json"
+    former = {before: before.read_text() for before in _records()}
+    for before in former:
+        before.unlink()
+    path.write_text(text)
+    lines: list[str] = []
+    for before, was in former.items():
+        lines += difflib.unified_diff(was.splitlines(), text.splitlines(), before.name, path.name, n=1, lineterm="")
+    return "\n".join(lines) or f"{path.name}: nothing has changed"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write the record of the vLLM that is installed, and print what differs from the former one."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.vllm_contract", description=main.__doc__)
+    parser.add_argument("command", choices=["record"])
+    parser.parse_args(arguments)
+    platforms = importlib.import_module("vllm.platforms")
+    assert platforms.current_platform is not None  # vLLM finds its platform before any of its other modules is imported
+    print(record())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+FOLDER = Path(__file__).parent
+
+
+def _records() -> list[Path]:
+    return sorted(FOLDER.glob("vllm-*.json"))
+
+
+class _Default:
+    """Stands for any default: its value is vLLM's own affair, that there is one is not."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+def _parameters(function: Any) -> str:
+    """``(self, blocks, *, on_reuse=...)``: names, kinds, and which have a default."""
+    signature = inspect.signature(function)
+    plain = [
+        parameter.replace(annotation=parameter.empty, default=parameter.default)
+        if parameter.default is parameter.empty
+        else parameter.replace(annotation=parameter.empty, default=_Default())
+        for parameter in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))
+
+
+if __name__ == "__main__":
+    main()
