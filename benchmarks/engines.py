@@ -42,7 +42,7 @@ class Size:
 SIZES = {
     "tiny": Size("tiny", "q35_dense", "8 layers, hidden 64", 512, 1.0, 32, 128, tuple(workloads.WORKLOADS)),
     "small": Size(
-        "small", "q35_small", "about 50 M parameters, head dims 128", 512, 0.17, None, 640, ("repeat", "chat", "cold")
+        "small", "q35_small", "about 50 M parameters, head dims 128", 512, 0.17, None, 640, ("repeat", "cold")
     ),
 }
 
