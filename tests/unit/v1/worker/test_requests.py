@@ -113,7 +113,7 @@ class TableSetup:
         return step
 
     def slot_of(self, req_id: str) -> int | None:
-        return self.table[req_id].slot
+        return self.table[req_id].state_slot
 
 
 @pytest.fixture
