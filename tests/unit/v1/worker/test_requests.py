@@ -494,10 +494,10 @@ def output(scheduled, new=(), finished=(), preempted=(), resumed=()):
 
 names = [f"request-{i}" for i in range(8)]
 table = RequestTable(StateSlotPool(8), 1, 64)
-found = [table.apply(output(names, new=names)).slots.tolist()]
-found.append(table.apply(output([], finished=names[2:5], preempted=names[5:])).slots.tolist())
-found.append(table.apply(output(["x", *names[5:]], new=["x"], resumed=names[5:])).slots.tolist())
-found.append(table.apply(output(names[5:], preempted=names[5:], resumed=names[5:])).slots.tolist())
+found = [table.apply(output(names, new=names)).state_slots.tolist()]
+found.append(table.apply(output([], finished=names[2:5], preempted=names[5:])).state_slots.tolist())
+found.append(table.apply(output(["x", *names[5:]], new=["x"], resumed=names[5:])).state_slots.tolist())
+found.append(table.apply(output(names[5:], preempted=names[5:], resumed=names[5:])).state_slots.tolist())
 print(found)
 """
 
