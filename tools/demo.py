@@ -251,7 +251,7 @@ def chat(url: str, questions: Sequence[str] = QUESTIONS, clock: Callable[[], flo
 
 
 def check(turns: Sequence[Turn]) -> None:
-    """Raises PhaseFailed when a later turn reused nothing or an answer differs from its cold twin."""
+    """Raises PhaseFailed when a later turn reused nothing or an answer differs from its cold run."""
     for turn in turns:
         if turn.cold.cached_tokens:
             raise PhaseFailed(f"turn {turn.number}: the cold run reused {turn.cold.cached_tokens} tokens")

@@ -7,7 +7,7 @@ library alone, with the image's own Python. Never installs anything.
 Ordering rule: ``write`` before pip is run the first time, ``check`` after it was run the last time.
 
     python3 tools/image.py write FILE    pins of what must stay, as a constraints file
-    python3 tools/image.py check FILE    exit 1 when one of them is gone, or stands in another version
+    python3 tools/image.py check FILE    exit 1 when one of them is gone, or has another version
 """
 
 from __future__ import annotations

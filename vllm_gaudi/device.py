@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device: the only importer of ``habana_frameworks``, and the CPU twin of everything asked from it.
+"""The device: the only importer of ``habana_frameworks``, and the CPU counterpart of all that it offers.
 
 Owns: which device this process runs on, the bridge's defaults, and synchronisation, memory figures, device-to-host
 copies that do not block, compiling without running.

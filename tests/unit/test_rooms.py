@@ -308,7 +308,7 @@ PLANTED = (
     ("vllm_gaudi/bucketing/x.py", "from ..ops.registry import get_ops", "imports vllm_gaudi.ops.registry.get_ops"),
     ("vllm_gaudi/ops/x.py", "def f():\n    from vllm.config import VllmConfig", "imports vllm.config.VllmConfig"),
     ("vllm_gaudi/ops/moe/x.py", "import numpy as np", "imports numpy"),
-    ("vllm_gaudi/ops/x.py", "from vllm_gaudi.v1.worker import slots", "imports vllm_gaudi.v1.worker.state_slots"),
+    ("vllm_gaudi/ops/x.py", "from vllm_gaudi.v1.worker import state_slots", "imports vllm_gaudi.v1.worker.state_slots"),
     (
         "vllm_gaudi/ops/x.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from vllm.config import VllmConfig",

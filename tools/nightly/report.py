@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of a night: the same rows as Markdown for people and as JSON for programs.
+"""Tables of a nightly run: the same rows as Markdown for people and as JSON for programs.
 
 Owns: the two files and their form. Never: a judgement of what is in them.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's attention backend for this plugin: inserts K/V into pages and attends, by the ops behind the registry.
+"""vLLM's attention backend for this plugin: inserts K/V into pages and attends, by the ops of the registry.
 
 Owns: the backend class that vLLM asks for names and block sizes, and its implementation of one layer's forward.
 Never: metadata building (``v1.worker.inputs``) or page allocation (``v1.worker.kv_cache``).

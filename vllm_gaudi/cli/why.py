@@ -185,7 +185,7 @@ def compare(
     if shared < block_size < len(b):
         notes.append("no whole block is common: every token of B is computed, and no reason is counted for that")
     elif common % block_size:
-        notes.append(f"{common % block_size} common tokens behind the last whole block are computed again")
+        notes.append(f"{common % block_size} common tokens after the last whole block are computed again")
     on_boundary = shared == len(b) and len(b) % block_size == 0
     if on_boundary:
         notes.append("B ends on a boundary: its last block is computed again, since its last token must be")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Out-of-tree layers for vLLM's own model classes, put in through vLLM's ``register_oot`` doors."""
+"""Out-of-tree layers for vLLM's own model classes, registered through vLLM's ``register_oot``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unquantised mixture of experts: routing and experts by the ops behind the registry.
+"""Unquantised mixture of experts: routing and experts by the ops of the registry.
 
 Owns: the call of the ops with a layer's weights, and that a compiled layer holds its experts. Shared experts, their
 gate and the tensor-parallel reduction stay with vLLM's own runner.

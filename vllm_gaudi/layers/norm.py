@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's RMS norms on Gaudi, by the op behind the registry.
+"""vLLM's RMS norms on Gaudi, by the op of the registry.
 
 Owns: the two classes that stand in for vLLM's, with its weights. Registered on Gaudi only: on a host vLLM's own classes
 run as they are, bit for bit.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's rotary embeddings, by the op behind the registry.
+"""vLLM's rotary embeddings, by the op of the registry.
 
 Owns: looking each token's angles up, which position axis each angle belongs to, and the two classes that stand in for
 vLLM's: plain and multimodal (three position axes).

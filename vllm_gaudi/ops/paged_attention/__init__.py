@@ -69,7 +69,7 @@ class PagedDecodeAttention(Protocol):
     """One query per row over a flat list of kernel blocks; the token itself is already in the cache.
 
     q           [R, H, D]  H a multiple of Hkv
-    caches      see the module docstring; only read; tokens behind a block's length may hold anything, also NaN
+    caches      see the module docstring; only read; tokens after a block's length may hold anything, also NaN
     block_list  [F] int32  kernel block ids; the entries of one row are contiguous and in position order
     block_groups  [F] int32  owning row of each entry, in 0..R-1
     block_usage  [F] int32  valid tokens of each entry, 0..kernel_block

@@ -3,7 +3,7 @@
 
 Owns: the rotation of pairs, in the dtype of the heads.
 Never: positions or tables: the layer hands each token's cosines and sines in.
-Ordering rule: dimensions beyond the rotary ones pass unchanged, behind the rotated ones.
+Ordering rule: dimensions beyond the rotary ones pass unchanged, after the rotated ones.
 """
 
 import torch

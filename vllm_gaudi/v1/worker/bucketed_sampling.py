@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's input batch and sampler at sizes from buckets, so that sampling asks for shapes that are known beforehand.
 
-Owns: how many rows are sampled for n requests, what the rows behind them ask for (nothing), the lengths that penalties
-are given prompts and outputs in, and the logits of a step's sampling rows while its forwards run.
+Owns: how many rows are sampled for n requests, that the rows after them use default sampling parameters, the lengths
+that penalties are given prompts and outputs in, and the logits of a step's sampling rows while its forwards run.
 Never: which requests sample, or what is done with their tokens (``sampling``).
 
 A device that compiles an operator per shape would otherwise compile one for every number of requests, and with
@@ -54,7 +54,7 @@ class BucketedInputBatch(InputBatch):
         return round_up_to_bucket(self._row_buckets, num_requests)
 
     def refresh_metadata(self) -> None:
-        """Metadata of ``rows_of(requests)`` rows; those behind the requests ask for plain sampling."""
+        """Metadata of ``rows_of(requests)`` rows; those after the requests use default sampling parameters."""
         requests = len(self.req_id_to_index)
         rows = self.rows_of(requests)
         for values, nothing in (

@@ -97,7 +97,7 @@ class InputBuilder:
         self._axes = position_axes
         self._device = device
         self._with_hints = with_hints
-        # Behind the slots: what padding reads, and where the tokens of padding go.
+        # After the slots: what padding reads, and where the tokens of padding go.
         self._last_tokens = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
         self._padding_row = num_slots
 
@@ -302,7 +302,7 @@ class InputBuilder:
         token_rows = np.full(bucket.rows, self._padding_row, np.int64)
         mapping = (spare * self._kernel_block + np.arange(batch) % self._kernel_block).astype(np.int64)
         block_list = np.full(bucket.blocks, spare, np.int32)
-        # Padding of the list belong to the last row with no token in sight, behind that row's own blocks.
+        # Padding of the list belongs to the last row, after its own blocks, and has no token that it sees.
         block_groups = np.full(bucket.blocks, batch - 1, np.int32)
         block_usage = np.zeros(bucket.blocks, np.int32)
         first_block = np.full(batch, bucket.blocks - 1, np.int32)

@@ -48,7 +48,7 @@ class CacheGeometry:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the pool holds; the rows behind them are the padding kernel block's."""
+        """Tokens that the pool holds; the rows after them are the padding kernel block's."""
         return self.num_blocks * self.block_size
 
     @property

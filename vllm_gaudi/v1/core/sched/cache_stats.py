@@ -75,7 +75,7 @@ class CacheStats:
 
         ``num_prompt``, ``hit``, ``attention_hit`` tokens (``attention_hit``: how far the attention blocks alone would
         have carried it, 0 when no further than ``hit``); ``hashes``: of its full blocks, in order; ``was_deferred``: it
-        has waited a step for a twin's checkpoint.
+        has waited a step for the checkpoint of a request with the same prefix.
         """
         published = self._furthest_published(num_prompt, hashes)
         self._add(REACHABLE, max(hit, attention_hit, published))

@@ -74,7 +74,7 @@ class GDNSchedulerMixin(SchedulerBase):
             self.need_mamba_block_aligned_split: bool = True
             self._warn_about_token_budget()
         self._ledger: CheckpointLedger | None = None
-        self._deferred: set[str] = set()  # waiting requests that have given way to a twin once
+        self._deferred: set[str] = set()  # waiting requests that were deferred once already
         if self._caches_gdn_blocks:
             config, coordinator = self.kv_cache_config, self.kv_cache_manager.coordinator
             self._gdn_managers = [m for m in coordinator.single_type_managers if isinstance(m, GDNCheckpointManager)]
