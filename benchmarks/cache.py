@@ -99,6 +99,11 @@ def same_answers(played: dict[str, Any], cold: dict[str, Any]) -> tuple[int, int
     return sum(got[key] == wanted.get(key) for key in got), len(got)
 
 
+def cost(played: dict[str, Any], off: dict[str, Any]) -> float | None:
+    """CPU time as a share of what the same work took without a cache; another load disturbs it less than the clock."""
+    return played["cpu"] / off["cpu"] if played["cpu"] is not None else None
+
+
 # The run
 
 
@@ -150,12 +155,13 @@ def run_size(size: Size, options: argparse.Namespace, progress: tqdm, each: Call
                 facts = engine.start(
                     model=str(made["bfloat16" if column.flags["dtype"] == "bfloat16" else options.dtype]),
                     **flags_for([sessions], block_size, workload.pool, workload.budget or 4, workload.max_num_seqs),
+                    **workload.flags,
                 )
                 found["starts"].setdefault(column.label, []).append(facts["seconds"])
                 results[column.label] = engine.play(sessions)
                 progress.update()
             for label, played in results.items():
-                plays[label].append(measures(played, block_size))
+                plays[label].append({**measures(played, block_size), "cpu / off": cost(played, results["off"])})
                 same[label].append(same_answers(played, results["off"]))
         found["workloads"][name] = {
             label: {
@@ -176,6 +182,7 @@ TABLE = (
     ("TTFT p50, ms", "ttft p50", "ms"),
     ("TTFT p95, ms", "ttft p95", "ms"),
     ("tokens/s", "tokens/s", "rate"),
+    ("CPU, % of off", "cpu / off", "share"),
     ("hit / reachable, %", "hit", "share"),
     ("sessions kept, %", "kept", "share"),
     ("steps", "steps", "count"),

@@ -152,14 +152,14 @@ class Player:
                 else:
                     due.update({m: step for m, other in enumerate(sessions) if other.after == n})
         wall, cpu = time.perf_counter() - began, cpu_seconds() - cpu_began
-        counts = (self.scheduled, self.preempted) if self.scheduler is not None else (None, None)
+        told = self.scheduler is not None  # an engine core that is another process tells none of these
         return {
             "requests": done,
             "wall": wall,
-            "cpu": cpu,
+            "cpu": cpu if told else None,
             "steps": step - waited,
-            "scheduled": counts[0],
-            "preempted": counts[1],
+            "scheduled": self.scheduled if told else None,
+            "preempted": self.preempted if told else None,
         }
 
     def close(self) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.worker import Session, Turn
 
@@ -26,7 +27,10 @@ SHORT_ANSWER = 8
 
 @dataclass(frozen=True)
 class Workload:
-    """``pool``: share of the blocks that all sessions need together, None for plenty. ``budget``: in units of B."""
+    """``pool``: share of the blocks that all sessions need together, None for plenty. ``budget``: in units of B.
+
+    ``flags``: what else the engine is given.
+    """
 
     name: str
     says: str
@@ -34,6 +38,7 @@ class Workload:
     pool: float | None = None
     budget: float | None = None
     max_num_seqs: int = 16
+    flags: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -150,6 +155,10 @@ def cold(texts: Texts, scale: float) -> list[Session]:
     return [Session([Turn(texts.tokens(texts.source.uniform(1.5, 6)), 4)]) for _ in range(scaled(8, scale, 3))]
 
 
+def decode(texts: Texts, scale: float) -> list[Session]:
+    return [Session([Turn(texts.tokens(0.5), texts.count(4))])]
+
+
 def pressure(texts: Texts, scale: float) -> list[Session]:
     """More answers than the pool holds together: about every 20 steps a request is preempted, and resumes."""
     return [
@@ -171,6 +180,19 @@ WORKLOADS: dict[str, Workload] = {
         Workload("short", "64 prompts of less than B", short),
         Workload("cold", "unique prompts, the budget 2 B", cold, budget=2),
         Workload("cold-odd", "unique prompts, the budget 2.3 B", cold, budget=2.3),
+        Workload(
+            "cold-dense",
+            "unique prompts, the budget 2 B, every boundary saved",
+            cold,
+            budget=2,
+            flags={"prefix_cache_retention_interval": None},
+        ),
+        Workload(
+            "decode",
+            "one prompt of B / 2 with an answer of 4 B, every boundary saved",
+            decode,
+            flags={"prefix_cache_retention_interval": None},
+        ),
         Workload("pressure", "16 long answers at once in a pool for a third of them", pressure, pool=0.35),
     )
 }

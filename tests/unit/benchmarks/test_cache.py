@@ -76,6 +76,12 @@ def test_answers_are_compared_by_session_and_turn():
     assert cache.same_answers(warm, cold) == (1, 2)
 
 
+def test_cost_is_cpu_time_beside_the_run_without_a_cache():
+    off = {**played(), "cpu": 4.0}
+    assert cache.cost({**off, "cpu": 5.0}, off) == 1.25
+    assert cache.cost({**off, "cpu": None}, off) is None, "the engine is another process"
+
+
 def test_a_spread_is_median_lowest_and_highest():
     assert report.spread([3.0, None, 1.0, 2.0]) == [2.0, 1.0, 3.0]
     assert report.spread([None]) is None
