@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
         "max_num_seqs": max(options.batches),
         "max_num_batched_tokens": 4096,
         "max_model_len": 512,
-        "num_gpu_blocks_override": 4 * max(options.batches) + 16,
+        "num_gpu_blocks_override": 4 * max(options.batches) + 48,
         "enable_prefix_caching": True,
         "enforce_eager": True,
     }
