@@ -74,8 +74,13 @@ def test_a_second_check_on_the_live_config_changes_nothing(platform, config_of, 
     assert config.cache_config.block_size == 64
 
 
-def test_a_config_without_a_model_is_left_alone(platform):
-    platform.HpuPlatform.check_and_update_config(SimpleNamespace(model_config=None))
+def test_a_config_without_a_model_is_left_alone(platform, config_of):
+    """Not even what is refused and what would be filled in is looked at."""
+    config = config_of(lora_config=SimpleNamespace())
+    config.model_config = None
+    before = snapshot(config)
+    platform.HpuPlatform.check_and_update_config(config)
+    assert snapshot(config) == before
 
 
 def test_requests_with_embeddings_are_refused(platform):

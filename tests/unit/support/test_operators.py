@@ -18,10 +18,9 @@ CACHE = torch.zeros(8, 4)
 
 @pytest.fixture
 def seen() -> OperatorRecorder:
-    caches = SimpleNamespace(k=[CACHE], v=[], conv=[], ssm=[])
-    return OperatorRecorder(
-        SimpleNamespace(caches=caches, model=torch.nn.Linear(2, 2)), Exceptions(int64_moves=frozenset({"view"}))
-    )
+    caches = SimpleNamespace(k=[CACHE], v=[], conv_states=[], ssm_states=[])
+    runner = SimpleNamespace(step=SimpleNamespace(caches=caches), model=torch.nn.Linear(2, 2))
+    return OperatorRecorder(runner, Exceptions(int64_moves=frozenset({"view"})))
 
 
 def rules(seen: OperatorRecorder, run, phase: str = "decode", inside: bool = False) -> set[str]:

@@ -89,10 +89,6 @@ class CheckpointLayout:
         """Blocks that one cached boundary takes: its attention block and one in every GDN group."""
         return 1 + len(self.group_ids)
 
-    def state_row(self, slot: int, group: int) -> int:
-        """Row of ``slot`` in the state tensors of a layer of ``group``: every layer has tensors of its own."""
-        return slot
-
 
 def pack(state: StateShape, page_words: int) -> tuple[tuple[Segment, ...], bool]:
     """Segments of ``state`` in a page of two halves of ``page_words`` each, and whether heads stay whole.
