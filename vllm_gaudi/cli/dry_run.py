@@ -16,6 +16,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,28 @@ class DryRun:
     def num_parameters(self) -> int:
         """Of this rank."""
         return sum(parameter.numel() for parameter in self.worker.get_model().parameters())
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A start as far as it got: ``error`` is what stopped it, None where it would serve."""
+
+    config: VllmConfig | None
+    engine: DryRun | None
+    error: Exception | None
+
+
+def attempt(args: AsyncEngineArgs, total_memory: int, peak: int) -> Attempt:
+    """Start with ``args``. Whatever stops a dry run would stop a start, whose code it runs. Raises UsageError."""
+    config = None
+    try:
+        config = configuration(args)
+        engine = DryRun(config, total_memory, peak)
+    except UsageError:
+        raise
+    except Exception as error:  # noqa: BLE001  (vLLM raises what it likes)
+        return Attempt(config, None, error)
+    return Attempt(config, engine, engine.problem)
 
 
 def message_of(error: BaseException, directory: Path, given: str) -> str:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_gaudi import capabilities
 from vllm_gaudi.cli.plan import (
@@ -37,6 +37,9 @@ from vllm_gaudi.v1.core.sched.block_size import MAX_KERNEL_BLOCK
 from vllm_gaudi.v1.worker.gdn_checkpoint.layout import WORD_BYTES
 from vllm_gaudi.v1.worker.memory import CARD_BYTES, max_concurrency, per_block_layout_factor
 from vllm_gaudi.v1.worker.state_slots import NUM_RESERVED_ROWS
+
+if TYPE_CHECKING:
+    from vllm_gaudi.cli.dry_run import Attempt, DryRun
 
 MORE_RANKS = (2, 4, 8, 16)
 
@@ -63,13 +66,78 @@ REPAIRS = {
 """Rows whose repair leaves the model what it is."""
 
 
+@dataclass(frozen=True)
+class Repaired:
+    """``args`` of vLLM, those given or repaired ones; what a start with them comes to; all that stopped a start."""
+
+    args: Any
+    attempt: Attempt
+    errors: tuple[Exception, ...]
+    advice: tuple[Advice, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What other flags would come to. ``num_blocks`` of the pool: None where the engine would not start."""
+
+    block_size: int
+    num_cached_groups: int
+    max_num_seqs: int
+    num_blocks: int | None
+
+    def fit(self, length: int) -> Fit | None:
+        """Requests of ``length`` tokens at a time; None where it would not start."""
+        if self.num_blocks is None:
+            return None
+        sizes = self.num_blocks, self.block_size, self.num_cached_groups, length
+        return Fit(
+            max_concurrency(*sizes, self.max_num_seqs), max_concurrency(*sizes, self.num_blocks), self.num_blocks
+        )
+
+
+class WhatIf(Protocol):
+    def __call__(self, **changes: Any) -> Outcome | None:
+        """With other values of vLLM's arguments; None where a start would not get as far as its caches."""
+
+
 def build(options: argparse.Namespace, rest: list[str]) -> Plan:
     """The plan of ``vllm serve`` with these flags, ``rest`` among them. Raises UsageError where there is no model."""
     from vllm_gaudi.cli import dry_run
 
     flags = _flags(options, rest)
+    device_bytes = CARD_BYTES if options.memory is None else int(options.memory * GIB)
+
+    def start(args: Any) -> Attempt:
+        return dry_run.attempt(args, device_bytes, int(options.peak * GIB))
+
+    def what_if(**changes: Any) -> Outcome | None:
+        engine = start(dataclasses.replace(repaired.args, **changes)).engine
+        return None if engine is None else outcome_of(engine)
+
     with dry_run.model_directory(options.model) as directory:
-        return _PlanBuilder(options, flags, directory).plan()
+        repaired = repair(dry_run.engine_args(directory, flags), start)
+        config, engine = repaired.attempt.config, repaired.attempt.engine
+        numbers: Numbers | None = None
+        advice = repaired.advice
+        notes: tuple[str, ...] = ()
+        if engine is not None:
+            numbers = measure(engine, options.memory is None, what_if)
+            advice += advise(numbers, what_if)
+            notes = notes_on(numbers, repaired.args.block_size)
+        refusals = [
+            refusal
+            for error in repaired.errors
+            for refusal in refusals_of(error, dry_run.message_of(error, directory, options.model))
+        ]
+    return Plan(
+        model=options.model,
+        architecture=None if config is None else config.model_config.architecture,
+        refusals=tuple(refusals),
+        numbers=numbers,
+        advice=advice,
+        command=_command(options.model, flags, advice),
+        notes=notes,
+    )
 
 
 def _flags(options: argparse.Namespace, rest: list[str]) -> list[str]:
@@ -87,98 +155,70 @@ def _flags(options: argparse.Namespace, rest: list[str]) -> list[str]:
     return flags + rest
 
 
-class _PlanBuilder:
-    def __init__(self, options: argparse.Namespace, flags: list[str], directory: Path):
-        from vllm_gaudi.cli import dry_run
+# Refusals
 
-        self._dry_run = dry_run
-        self._given = options.model
-        self._flags = flags
-        self._directory = directory
-        self._is_assumed = options.memory is None
-        self._device_bytes = CARD_BYTES if options.memory is None else int(options.memory * GIB)
-        self._peak = int(options.peak * GIB)
-        self._args = dry_run.engine_args(directory, flags)
-        self._refusals: list[Refusal] = []
-        self._advice: list[Advice] = []
-        self._notes: list[str] = []
 
-    def plan(self) -> Plan:
-        config = self._configured()
-        engine = None if config is None else self._engine(config)
-        numbers = None if engine is None else self._numbers(engine)
-        if engine is not None and numbers is not None:
-            self._advise(engine, numbers)
-        return Plan(
-            model=self._given,
-            architecture=None if config is None else config.model_config.architecture,
-            refusals=tuple(self._refusals),
-            numbers=numbers,
-            advice=tuple(self._advice),
-            command=self._command(),
-            notes=tuple(self._notes),
+def repair(args: Any, start: Callable[[Any], Attempt]) -> Repaired:
+    """Start with ``args`` of vLLM and, where the table refuses them and knows a repair for every row, once more."""
+    given = start(args)
+    if not isinstance(given.error, capabilities.Refused) or not set(given.error.sentences) <= set(REPAIRS):
+        return Repaired(args, given, () if given.error is None else (given.error,), ())
+    advice = []
+    for name in given.error.sentences:
+        row = REPAIRS[name]
+        args = dataclasses.replace(args, **row.changes)
+        advice.append(Advice(row.add, f"else it is refused ({name})", row.drop))
+    again = start(args)
+    errors = (given.error,) if again.error is None else (given.error, again.error)
+    return Repaired(args, again, errors, tuple(advice))
+
+
+def refusals_of(error: Exception, message: str) -> tuple[Refusal, ...]:
+    """The table's rows, or whatever else stops a start; ``message`` is the error's."""
+    if isinstance(error, capabilities.Refused):
+        return tuple(Refusal(name, sentence) for name, sentence in error.sentences.items())
+    if not isinstance(error, RuntimeError | ValueError):
+        message = f"{type(error).__name__}: {message}"
+    return (Refusal("start", message),)
+
+
+# Numbers
+
+
+def outcome_of(engine: DryRun) -> Outcome:
+    step = engine.runner.step
+    return Outcome(
+        block_size=step.caches.geometry.block_size,
+        num_cached_groups=len(step.cached_groups),
+        max_num_seqs=engine.runner.max_num_seqs,
+        num_blocks=engine.num_blocks,
+    )
+
+
+def measure(engine: DryRun, is_assumed: bool, what_if: WhatIf) -> Numbers:
+    """All numbers of a plan; ``is_assumed``: nobody has said how much memory the device has."""
+    config, runner, memory = engine.config, engine.runner, engine.worker.memory
+    assert memory is not None  # counted before the caches are built
+    step = runner.step
+    geometry, is_cached = step.caches.geometry, config.cache_config.enable_prefix_caching
+    scheduler, model = config.scheduler_config, config.model_config
+    layout = getattr(step.store, "layout", None)
+    block_bytes = geometry.page_bytes * len(geometry.attention_layers)
+    boundary = pool = None
+    if layout is not None:
+        boundary = Boundary(
+            blocks=layout.blocks_per_boundary,
+            gdn_blocks=len(layout.group_ids),
+            pool_bytes=layout.blocks_per_boundary * block_bytes,
+            moved_bytes=layout.checkpoint_bytes,
         )
-
-    def _configured(self) -> Any:
-        """vLLM's configuration, repaired where the table refuses it and knows how; None where it does not."""
-        try:
-            return self._dry_run.configuration(self._args)
-        except capabilities.Refused as refused:
-            self._refusals += [Refusal(name, sentence) for name, sentence in refused.sentences.items()]
-            if not set(refused.sentences) <= set(REPAIRS):
-                return None
-            for name in refused.sentences:
-                repair = REPAIRS[name]
-                self._args = dataclasses.replace(self._args, **repair.changes)
-                self._advice.append(Advice(repair.add, f"else it is refused ({name})", repair.drop))
-            try:
-                return self._dry_run.configuration(self._args)
-            except Exception as error:  # noqa: BLE001
-                self._refuse(error)
-        except Exception as error:  # noqa: BLE001
-            self._refuse(error)
-        return None
-
-    def _engine(self, config: Any) -> Any:
-        """A dry run; None where a start would not get as far as its caches."""
-        try:
-            engine = self._dry_run.DryRun(config, self._device_bytes, self._peak)
-        except Exception as error:  # noqa: BLE001
-            self._refuse(error)
-            return None
-        if engine.problem is not None:
-            self._refuse(engine.problem)
-        return engine
-
-    def _refuse(self, error: Exception) -> None:
-        """Whatever stops a dry run would stop a start: it runs the start's own code."""
-        from vllm_gaudi.cli import UsageError
-
-        if isinstance(error, UsageError):
-            raise error
-        sentence = self._dry_run.message_of(error, self._directory, self._given)
-        if not isinstance(error, RuntimeError | ValueError):
-            sentence = f"{type(error).__name__}: {sentence}"
-        self._refusals.append(Refusal("start", sentence))
-
-    def _other(self, **changes: Any) -> Any:
-        """A dry run with other arguments, with its problem; None where there is not even that."""
-        try:
-            config = self._dry_run.configuration(dataclasses.replace(self._args, **changes))
-            return self._dry_run.DryRun(config, self._device_bytes, self._peak)
-        except Exception:  # noqa: BLE001
-            return None
-
-    def _starts(self, **changes: Any) -> bool:
-        engine = self._other(**changes)
-        return engine is not None and engine.problem is None
-
-    def _numbers(self, engine: Any) -> Numbers:
-        config, runner, memory = engine.config, engine.runner, engine.worker.memory
-        geometry, is_cached = runner.step.caches.geometry, config.cache_config.enable_prefix_caching
-        scheduler, model = config.scheduler_config, config.model_config
-        length = model.max_model_len
-        flags = Flags(
+    if engine.num_blocks is not None:
+        pool = Pool(engine.num_blocks, geometry.pool_bytes, (engine.num_blocks - 1) * geometry.block_size)
+    length, other = model.max_model_len, what_if(enable_prefix_caching=not is_cached)
+    mine, theirs = outcome_of(engine).fit(length), None if other is None else other.fit(length)
+    on, off = (mine, theirs) if is_cached else (theirs, mine)
+    return Numbers(
+        flags=Flags(
             tensor_parallel_size=config.parallel_config.tensor_parallel_size,
             max_model_len=length,
             max_num_seqs=scheduler.max_num_seqs,
@@ -187,159 +227,49 @@ class _PlanBuilder:
             kv_cache_dtype=config.cache_config.cache_dtype,
             prefix_caching=is_cached,
             retention_interval=config.cache_config.prefix_cache_retention_interval,
-        )
-        block = Block(
+        ),
+        block=Block(
             tokens=geometry.block_size,
             kernel_block=geometry.kernel_block,
             gdn_chunk=geometry.gdn_chunk,
             attention_layers=len(geometry.attention_layers),
             gdn_groups=tuple(len(names) for names in geometry.gdn_layers),
             page_bytes=geometry.page_bytes,
-            block_bytes=geometry.page_bytes * len(geometry.attention_layers),
-        )
-        state = _state(engine) if geometry.gdn_groups else None
-        layout = getattr(runner.step.store, "layout", None)
-        boundary = None
-        if layout is not None:
-            boundary = Boundary(
-                blocks=layout.blocks_per_boundary,
-                gdn_blocks=len(layout.group_ids),
-                pool_bytes=layout.blocks_per_boundary * block.block_bytes,
-                moved_bytes=layout.checkpoint_bytes,
-            )
-        pool = None
-        if engine.num_blocks is not None:
-            pool = Pool(engine.num_blocks, geometry.pool_bytes, (engine.num_blocks - 1) * geometry.block_size)
-        other = self._other(enable_prefix_caching=not is_cached)
-        mine, theirs = _fits(engine, length), _fits(other, length)
-        on, off = (mine, theirs) if is_cached else (theirs, mine)
-        return Numbers(
-            flags=flags,
-            block=block,
-            state=state,
-            memory=Memory(
-                device=memory.total,
-                is_assumed=self._is_assumed and memory.kv_cache_memory_bytes is None,
-                utilization=memory.gpu_memory_utilization,
-                given=memory.kv_cache_memory_bytes,
-                budget=memory.budget,
-                weights=memory.non_kv_cache_memory,
-                parameters=engine.num_parameters,
-                peak=memory.peak,
-                slots=runner.max_num_seqs,
-                reserved_rows=NUM_RESERVED_ROWS,
-                staging_rows=runner.step.grid.num_staging,
-                states=memory.states,
-                spare=memory.padding_block,
-                available=memory.available,
-            ),
-            pool=pool,
-            boundary=boundary,
-            max_concurrency=MaxConcurrency(length, on, off),
-        )
-
-    def _advise(self, engine: Any, numbers: Numbers) -> None:
-        flags, block, state, memory = numbers.flags, numbers.block, numbers.state, numbers.memory
-        changes: dict[str, Any] = {}
-        if state is not None and state.ssm_dtype != "float32":
-            changes["mamba_ssm_cache_dtype"] = "float32"
-            other = self._other(**changes)
-            grown = (
-                "B grows with it" if other is None else f"B is {other.runner.step.caches.geometry.block_size:,} with it"
-            )
-            self._advice.append(
-                Advice(
-                    ("--mamba-ssm-cache-dtype", "float32"),
-                    f"the model's config does not ask for it, so the state would be kept in {state.ssm_dtype}; {grown}",
-                    drop=("--mamba-ssm-cache-dtype",),
-                )
-            )
-        if state is not None and flags.max_num_batched_tokens - flags.max_num_seqs < block.gdn_chunk:
-            self._advice.append(
-                Advice(
-                    ("--max-num-batched-tokens", str(block.gdn_chunk + flags.max_num_seqs)),
-                    "at least: else prefills may wait for decodes",
-                    drop=("--max-num-batched-tokens",),
-                )
-            )
-        if state is not None and flags.prefix_caching:
-            self._advice.append(
-                Advice(("--enable-prompt-tokens-details",), "answers tell how many tokens were reused (cached_tokens)")
-            )
-            if flags.max_model_len <= block.tokens:
-                self._notes.append(
-                    f"no prompt can hit: --max-model-len {flags.max_model_len} is not longer than a block of "
-                    f"{block.tokens} tokens"
-                )
-        if memory.available <= 0 or numbers.pool is None:
-            for ranks in MORE_RANKS:
-                if ranks > flags.tensor_parallel_size and self._starts(tensor_parallel_size=ranks, **changes):
-                    self._advice.append(
-                        Advice(
-                            ("--tensor-parallel-size", str(ranks)),
-                            "the fewest ranks of 2, 4, 8 and 16 that leave room for one conversation of full length",
-                            drop=("--tensor-parallel-size",),
-                        )
-                    )
-                    break
-        fit = numbers.max_concurrency.caching_on if flags.prefix_caching else numbers.max_concurrency.caching_off
-        if state is not None and flags.max_num_seqs > 1 and (fit is None or flags.max_num_seqs > 2 * fit.in_pool):
-            holds = "" if fit is None else f", and the pool holds {fit.in_pool:,.1f} requests of full length"
-            self._notes.append(
-                f"a slot takes {format_bytes(state.row_bytes)}, used or not: --max-num-seqs {flags.max_num_seqs} takes "
-                f"{format_bytes(state.row_bytes * flags.max_num_seqs)}{holds}"
-            )
-        asked = self._args.block_size or 0
-        if asked % MAX_KERNEL_BLOCK:
-            self._notes.append(
-                f"on a Gaudi a block is a multiple of {MAX_KERNEL_BLOCK} tokens; there --block-size {asked} is refused"
-            )
-
-    def _command(self) -> str:
-        flags = list(self._flags)
-        for advice in self._advice:
-            for name in advice.drop:
-                flags = list(_without(flags, name))
-            if advice.flags and advice.flags[0] not in flags:
-                flags += advice.flags
-        path = Path(self._given)
-        model = str(path.parent) if path.name == "config.json" else self._given
-        return shlex.join(["vllm", "serve", model, *flags])
-
-
-def _without(flags: list[str], name: str) -> Iterator[str]:
-    """``flags`` without ``name`` and its value or values."""
-    is_dropping = False
-    for flag in flags:
-        if flag.startswith("-"):
-            is_dropping = flag == name or flag.startswith(name + "=")
-        if not is_dropping:
-            yield flag
-
-
-def _fits(engine: Any, length: int) -> Fit | None:
-    """MaxConcurrency of ``length`` tokens; None where it would not start."""
-    if engine is None or engine.num_blocks is None:
-        return None
-    runner = engine.runner
-    sizes = engine.num_blocks, runner.step.caches.geometry.block_size, len(runner.step.cached_groups), length
-    return Fit(
-        max_concurrency(*sizes, runner.max_num_seqs), max_concurrency(*sizes, engine.num_blocks), engine.num_blocks
+            block_bytes=block_bytes,
+        ),
+        state=_state(step.caches, layout) if geometry.gdn_groups else None,
+        memory=Memory(
+            device=memory.total,
+            is_assumed=is_assumed and memory.kv_cache_memory_bytes is None,
+            utilization=memory.gpu_memory_utilization,
+            given=memory.kv_cache_memory_bytes,
+            budget=memory.budget,
+            weights=memory.non_kv_cache_memory,
+            parameters=engine.num_parameters,
+            peak=memory.peak,
+            slots=runner.max_num_seqs,
+            reserved_rows=NUM_RESERVED_ROWS,
+            staging_rows=step.grid.num_staging,
+            states=memory.states,
+            spare=memory.padding_block,
+            available=memory.available,
+        ),
+        pool=pool,
+        boundary=boundary,
+        max_concurrency=MaxConcurrency(length, on, off),
     )
 
 
-def _state(engine: Any) -> State:
-    caches, layout = engine.runner.step.caches, getattr(engine.runner.step.store, "layout", None)
+def _state(caches: Any, layout: Any) -> State:
     shape, page_bytes = caches.state_shape, caches.geometry.page_bytes
-    num_layers = len(caches.ssm_states)
     segments = () if layout is None else layout.segments
     return State(
         conv_bytes=shape.conv_words * WORD_BYTES,
-        conv_dtype=_name(caches.conv_states[0].dtype),
+        conv_dtype=_name(caches.conv[0].dtype),
         ssm_bytes=shape.ssm_words * WORD_BYTES,
-        ssm_dtype=_name(caches.ssm_states[0].dtype),
+        ssm_dtype=_name(caches.ssm[0].dtype),
         layer_bytes=shape.num_bytes,
-        row_bytes=shape.num_bytes * num_layers,
+        row_bytes=shape.num_bytes * len(caches.ssm),
         page_fill=shape.num_bytes / page_bytes,
         whole_heads=None if layout is None else layout.whole_heads,
         segments=tuple(asdict(segment) for segment in segments),
@@ -349,3 +279,96 @@ def _state(engine: Any) -> State:
 
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# Advice
+
+
+def advise(numbers: Numbers, what_if: WhatIf) -> tuple[Advice, ...]:
+    """Flags that the command would do better with."""
+    flags, block, state = numbers.flags, numbers.block, numbers.state
+    advice, changes = [], {}
+    if state is not None and state.ssm_dtype != "float32":
+        changes["mamba_ssm_cache_dtype"] = "float32"
+        other = what_if(**changes)
+        grown = "B grows with it" if other is None else f"B is {other.block_size:,} with it"
+        advice.append(
+            Advice(
+                ("--mamba-ssm-cache-dtype", "float32"),
+                f"the model's config does not ask for it, so the state would be kept in {state.ssm_dtype}; {grown}",
+                drop=("--mamba-ssm-cache-dtype",),
+            )
+        )
+    if state is not None and flags.max_num_batched_tokens - flags.max_num_seqs < block.gdn_chunk:
+        advice.append(
+            Advice(
+                ("--max-num-batched-tokens", str(block.gdn_chunk + flags.max_num_seqs)),
+                "at least: else prefills may wait for decodes",
+                drop=("--max-num-batched-tokens",),
+            )
+        )
+    if state is not None and flags.prefix_caching:
+        advice.append(
+            Advice(("--enable-prompt-tokens-details",), "answers tell how many tokens were reused (cached_tokens)")
+        )
+    if numbers.pool is None:
+        for ranks in MORE_RANKS:
+            if ranks <= flags.tensor_parallel_size:
+                continue
+            other = what_if(tensor_parallel_size=ranks, **changes)
+            if other is not None and other.num_blocks is not None:
+                advice.append(
+                    Advice(
+                        ("--tensor-parallel-size", str(ranks)),
+                        "the fewest ranks of 2, 4, 8 and 16 that leave room for one request of full length",
+                        drop=("--tensor-parallel-size",),
+                    )
+                )
+                break
+    return tuple(advice)
+
+
+def notes_on(numbers: Numbers, block_size: int | None) -> tuple[str, ...]:
+    """What no flag mends by itself; ``block_size`` as given, None where vLLM chooses it."""
+    flags, block, state = numbers.flags, numbers.block, numbers.state
+    notes = []
+    if state is not None and flags.prefix_caching and flags.max_model_len <= block.tokens:
+        notes.append(
+            f"no prompt can hit: --max-model-len {flags.max_model_len} is not longer than a block of "
+            f"{block.tokens} tokens"
+        )
+    fit = numbers.max_concurrency.caching_on if flags.prefix_caching else numbers.max_concurrency.caching_off
+    if state is not None and flags.max_num_seqs > 1 and (fit is None or flags.max_num_seqs > 2 * fit.in_pool):
+        holds = "" if fit is None else f", and the pool holds {fit.in_pool:,.1f} requests of full length"
+        notes.append(
+            f"a slot takes {format_bytes(state.row_bytes)}, used or not: --max-num-seqs {flags.max_num_seqs} takes "
+            f"{format_bytes(state.row_bytes * flags.max_num_seqs)}{holds}"
+        )
+    if block_size and block_size % MAX_KERNEL_BLOCK:
+        notes.append(
+            f"on a Gaudi a block is a multiple of {MAX_KERNEL_BLOCK} tokens; there --block-size {block_size} is refused"
+        )
+    return tuple(notes)
+
+
+def _command(given: str, flags: Sequence[str], advice: Sequence[Advice]) -> str:
+    """`vllm serve` with the flags as given, and what is advised."""
+    mended = list(flags)
+    for one in advice:
+        for name in one.drop:
+            mended = list(_without(mended, name))
+        if one.flags and one.flags[0] not in mended:
+            mended += one.flags
+    path = Path(given)
+    model = str(path.parent) if path.name == "config.json" else given
+    return shlex.join(["vllm", "serve", model, *mended])
+
+
+def _without(flags: Sequence[str], name: str) -> Iterator[str]:
+    """``flags`` without ``name`` and its value or values."""
+    is_dropping = False
+    for flag in flags:
+        if flag.startswith("-"):
+            is_dropping = flag == name or flag.startswith(name + "=")
+        if not is_dropping:
+            yield flag
