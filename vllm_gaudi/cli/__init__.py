@@ -67,7 +67,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         help="what the profile run of a started engine took (its log says so); it is measured, so a plan takes 0",
     )
     for flag, metavar, text in (
-        ("--max-model-len", "L", "longest conversation, in tokens"),
+        ("--max-model-len", "L", "most tokens of a request, prompt and answer"),
         ("--max-num-seqs", "N", "requests that run at a time: slots"),
         ("--max-num-batched-tokens", "N", "tokens of a step"),
         ("--kv-cache-dtype", "TYPE", "type of keys and values"),

@@ -150,6 +150,7 @@ class Plan:
     numbers: Numbers | None
     advice: tuple[Advice, ...]
     command: str
+    placeholder: str | None  # what MODEL in the command is, None where the command names the model
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -195,6 +196,8 @@ def _lines(plan: Plan) -> Iterator[str]:
             yield f"  {note}"
     yield ""
     yield plan.command
+    if plan.placeholder is not None:
+        yield plan.placeholder
 
 
 def _lines_of_numbers(numbers: Numbers) -> Iterator[str]:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm_gaudi.cli.dry_run import Attempt, DryRun
 
 MORE_RANKS = (2, 4, 8, 16)
+PLACEHOLDER = "MODEL"
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,15 @@ def build(options: argparse.Namespace, rest: list[str]) -> Plan:
             for error in repaired.errors
             for refusal in refusals_of(error, dry_run.message_of(error, directory, options.model))
         ]
+    model = model_named(options.model)
     return Plan(
         model=options.model,
         architecture=None if config is None else config.model_config.architecture,
         refusals=tuple(refusals),
         numbers=numbers,
         advice=advice,
-        command=_command(options.model, flags, advice),
+        command=serve_command(model, flags, advice),
+        placeholder=None if model else f"{PLACEHOLDER}: directory or name of the model whose config {options.model} is",
         notes=notes,
     )
 
@@ -351,17 +354,23 @@ def notes_on(numbers: Numbers, block_size: int | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _command(given: str, flags: Sequence[str], advice: Sequence[Advice]) -> str:
-    """`vllm serve` with the flags as given, and what is advised."""
+def model_named(given: str) -> str | None:
+    """What `vllm serve` can be given for ``given``: its directory; None for a lone file, which is no model."""
+    path = Path(given)
+    if path.name == "config.json":
+        return str(path.parent)
+    return None if path.is_file() else given
+
+
+def serve_command(model: str | None, flags: Sequence[str], advice: Sequence[Advice]) -> str:
+    """`vllm serve` with the flags as given, and what is advised; without ``model`` a placeholder."""
     mended = list(flags)
     for one in advice:
         for name in one.drop:
             mended = list(_without(mended, name))
         if one.flags and one.flags[0] not in mended:
             mended += one.flags
-    path = Path(given)
-    model = str(path.parent) if path.name == "config.json" else given
-    return shlex.join(["vllm", "serve", model, *mended])
+    return shlex.join(["vllm", "serve", model or PLACEHOLDER, *mended])
 
 
 def _without(flags: Sequence[str], name: str) -> Iterator[str]:

@@ -205,7 +205,7 @@ def test_the_words_have_the_numbers_of_the_json(run):
     assert "estimate" in text
 
 
-def test_caching_costs_staging_rows_and_a_conversation_its_checkpoint(plan):
+def test_caching_costs_staging_rows_and_a_request_its_checkpoint(plan):
     fits = plan("qwen3.5-27b", "--language-model-only", "--max-num-seqs", 200)["numbers"]["max_concurrency"]
     on, off = fits["caching_on"], fits["caching_off"]
     blocks_each = -(-32768 // 896)

@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 
 from vllm_gaudi.capabilities import Refused
-from vllm_gaudi.cli.plan import Block, Fit, Flags, MaxConcurrency, Memory, Numbers, Pool, Refusal, State
-from vllm_gaudi.cli.plan_builder import Outcome, advise, notes_on, refusals_of, repair
+from vllm_gaudi.cli.plan import Advice, Block, Fit, Flags, MaxConcurrency, Memory, Numbers, Pool, Refusal, State
+from vllm_gaudi.cli.plan_builder import (
+    Outcome,
+    advise,
+    model_named,
+    notes_on,
+    refusals_of,
+    repair,
+    serve_command,
+)
 
 MIB = 2**20
 FLAGS = Flags(1, 32768, 8, 2048, "bfloat16", "auto", True, 0)
@@ -107,6 +115,23 @@ def test_an_outcome_holds_requests_with_their_checkpoint():
     assert outcome(num_blocks=101).fit(10 * 896 - 1) == Fit(100 / 13, 100 / 13, 101)
     assert replace(outcome(num_blocks=101), max_num_seqs=2).fit(10 * 896) == Fit(2, 100 / 13, 101)
     assert outcome(num_blocks=None).fit(896) is None
+
+
+# The command
+
+
+def test_a_lone_config_file_is_not_named_as_a_model(tmp_path):
+    for name in ("config.json", "qwen.json"):
+        (tmp_path / name).write_text("{}")
+    assert model_named(str(tmp_path)) == model_named(str(tmp_path / "config.json")) == str(tmp_path)
+    assert model_named(str(tmp_path / "qwen.json")) is None
+    assert serve_command(None, ["--max-num-seqs", "8"], ()) == "vllm serve MODEL --max-num-seqs 8"
+
+
+def test_advice_replaces_what_was_given():
+    advice = (Advice(("--dtype", "bfloat16"), "", ("--dtype",)), Advice((), "", ("--kv-cache-dtype",)))
+    given = ["--dtype", "float16", "--kv-cache-dtype=fp8", "--max-num-seqs", "8"]
+    assert serve_command("m", given, advice) == "vllm serve m --max-num-seqs 8 --dtype bfloat16"
 
 
 # Repairs
