@@ -59,7 +59,7 @@ def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 class SymbolicGraphs(GraphRunner):
-    """Takes the place of ``runner.graphs``; ``install`` puts it there."""
+    """Takes the place of the step's graphs; ``install`` puts it there."""
 
     def __init__(self, runner: Any):
         super().__init__(runner.model, runner.vllm_config)
@@ -79,7 +79,7 @@ class SymbolicGraphs(GraphRunner):
     @classmethod
     def install(cls, runner: Any) -> SymbolicGraphs:
         graphs = cls(runner)
-        runner.graphs = graphs
+        runner.step.graphs = graphs
         return graphs
 
     # The model
