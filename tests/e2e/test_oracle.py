@@ -39,7 +39,7 @@ TOLERANCE = {
     "qwen3_moe": EXPERTS,
     "llama": DENSE,
 }
-TOKENS = 8
+TOKENS = 16
 BLOCK_SIZES = (16, 128)  # B equal to the GDN chunk, and B of two chunks
 WHOLE = 512  # a budget that every prompt fits into
 EVERY_LOGIT = {"logprobs_mode": "raw_logits", "max_logprobs": -1}

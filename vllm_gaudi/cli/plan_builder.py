@@ -268,11 +268,11 @@ def _state(caches: Any, layout: Any) -> State:
     segments = () if layout is None else layout.segments
     return State(
         conv_bytes=shape.conv_words * WORD_BYTES,
-        conv_dtype=_name(caches.conv[0].dtype),
+        conv_dtype=_name(caches.conv_states[0].dtype),
         ssm_bytes=shape.ssm_words * WORD_BYTES,
-        ssm_dtype=_name(caches.ssm[0].dtype),
+        ssm_dtype=_name(caches.ssm_states[0].dtype),
         layer_bytes=shape.num_bytes,
-        row_bytes=shape.num_bytes * len(caches.ssm),
+        row_bytes=shape.num_bytes * len(caches.ssm_states),
         page_fill=shape.num_bytes / page_bytes,
         whole_heads=None if layout is None else layout.whole_heads,
         segments=tuple(asdict(segment) for segment in segments),

@@ -14,21 +14,29 @@ from vllm_gaudi.v1.worker.memory import (
     per_block_layout_factor,
 )
 
-BUDGET = MemoryBudget(total=10_000, utilization=0.5, given=None, taken=2000, peak=300, states=400, spare=50)
+BUDGET = MemoryBudget(
+    total=10_000,
+    gpu_memory_utilization=0.5,
+    kv_cache_memory_bytes=None,
+    non_kv_cache_memory=2000,
+    peak=300,
+    states=400,
+    padding_block=50,
+)
 
 
 def test_a_share_of_the_device_pays_for_everything():
     assert (BUDGET.budget, BUDGET.available) == (5000, 5000 - 2000 - 300 - 400 - 50)
 
 
-def test_given_bytes_pay_for_states_and_the_spare_block_only():
-    given = dataclasses.replace(BUDGET, given=3000)
+def test_given_bytes_pay_for_states_and_the_padding_block_only():
+    given = dataclasses.replace(BUDGET, kv_cache_memory_bytes=3000)
     assert (given.budget, given.available) == (3000, 3000 - 400 - 50)
-    assert dataclasses.replace(BUDGET, given=0).budget == 0
+    assert dataclasses.replace(BUDGET, kv_cache_memory_bytes=0).budget == 0
 
 
 def test_what_is_missing_is_negative():
-    assert dataclasses.replace(BUDGET, taken=6000).available == 5000 - 6000 - 300 - 400 - 50
+    assert dataclasses.replace(BUDGET, non_kv_cache_memory=6000).available == 5000 - 6000 - 300 - 400 - 50
 
 
 @pytest.mark.parametrize(("groups", "length", "blocks"), [(3, 1, 4), (3, 16, 4), (3, 17, 5), (0, 17, 2), (0, 16, 1)])

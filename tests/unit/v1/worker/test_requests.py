@@ -142,7 +142,7 @@ class TestNew:
 
     def test_dtypes_are_those_of_the_record(self, setup, records):
         step = setup.step(records.output({"a": 1}, new=(records.new("a", [7]),)))
-        for name in ("slots", "num_computed_tokens", "num_scheduled_tokens", "end", "fresh_blocks"):
+        for name in ("state_slots", "num_computed_tokens", "num_scheduled_tokens", "end", "fresh_blocks"):
             assert getattr(step, name).dtype == np.int32, name
         for name in ("is_prefill", "samples", "admitted"):
             assert getattr(step, name).dtype == np.bool_, name
