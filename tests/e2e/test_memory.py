@@ -192,7 +192,7 @@ def test_the_profile_runs_tensors_are_gone_before_the_engines_own_are_made(name,
     def watched(self, *args, **kwargs):
         alive.append(sum(ref() is not None for refs in made for ref in refs))
         build(self, *args, **kwargs)
-        made.append([weakref.ref(t) for t in (*self.k, *self.v, *self.conv, *self.ssm)])
+        made.append([weakref.ref(t) for t in (*self.k, *self.v, *self.conv_states, *self.ssm_states)])
 
     profiled = []
     profile_run = HPUModelRunner.profile_run
