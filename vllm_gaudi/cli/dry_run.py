@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -39,6 +38,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_gaudi.cli import UsageError
 from vllm_gaudi.platform import HpuPlatform
+from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
 from vllm_gaudi.v1.worker.hpu_worker import HPUWorker
 
 META = torch.device("meta")
@@ -198,7 +198,7 @@ class DryRun:
         self.num_blocks = shared.num_blocks
 
     @property
-    def runner(self) -> Any:
+    def runner(self) -> HPUModelRunner:
         return self.worker.model_runner
 
     @property

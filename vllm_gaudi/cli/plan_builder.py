@@ -40,6 +40,8 @@ from vllm_gaudi.v1.worker.state_slots import NUM_RESERVED_ROWS
 
 if TYPE_CHECKING:
     from vllm_gaudi.cli.dry_run import Attempt, DryRun
+    from vllm_gaudi.v1.worker.gdn_checkpoint.layout import CheckpointLayout
+    from vllm_gaudi.v1.worker.kv_cache import KVCaches
 
 MORE_RANKS = (2, 4, 8, 16)
 PLACEHOLDER = "MODEL"
@@ -263,7 +265,7 @@ def measure(engine: DryRun, is_assumed: bool, what_if: WhatIf) -> Numbers:
     )
 
 
-def _state(caches: Any, layout: Any) -> State:
+def _state(caches: KVCaches, layout: CheckpointLayout | None) -> State:
     shape, page_bytes = caches.state_shape, caches.geometry.page_bytes
     segments = () if layout is None else layout.segments
     return State(
