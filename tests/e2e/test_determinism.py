@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from vllm_gaudi.bucketing import grid
 from vllm_gaudi.ops.linear import GemmRows
@@ -246,15 +247,30 @@ def test_neither_buckets_nor_limits_change_a_bit(reference, variant):
         assert different(reference, together(opened, model.lengths)) == []
 
 
-@pytest.mark.parametrize("chunks", [None, 1, 5])
-def test_exact_shapes_change_no_bit_of_a_tiny_model_whatever_the_budget(reference, chunks, monkeypatch):
-    monkeypatch.setenv("VLLM_GAUDI_EXECUTION_MODE", "host")
+@pytest.fixture(scope="module")
+def exact_reference(reference) -> Reference:
+    """The same prompts alone, in one chunk, in a host's mode: which kernel its products take depends on the machine, so
+    their last bits may not be those of the other mode.
+    """
     model = reference.model
-    with reference.open(max_num_batched_tokens=chunks * model.chunk if chunks else WHOLE) as opened:
+    made = Reference(model, reference.path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_GAUDI_EXECUTION_MODE", "host")
+        with made.open(max_num_batched_tokens=WHOLE) as opened:
+            assert opened.runner.mode.exact_shapes
+            made.results = alone(opened, model.lengths)
+    return made
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 5])
+def test_exact_shapes_change_no_bit_whatever_the_budget(exact_reference, chunks, monkeypatch):
+    monkeypatch.setenv("VLLM_GAUDI_EXECUTION_MODE", "host")
+    model = exact_reference.model
+    with exact_reference.open(max_num_batched_tokens=chunks * model.chunk if chunks else WHOLE) as opened:
         assert opened.runner.mode.exact_shapes
         cut = watch_gemm_slices(opened)
         for run in (together, one_by_one):
-            assert different(reference, run(opened, model.lengths)) == []
+            assert different(exact_reference, run(opened, model.lengths)) == []
         assert bool(cut) == (model.name != "qwen3" and model.chunk == 64)
         shapes = opened.runner.graphs.unwarmed_shapes
         rows = {rows for kind, rows, *_ in shapes if kind == "prefill"}
@@ -317,7 +333,9 @@ def test_bits_differ_without_the_chunk_grid(fp32_reference, monkeypatch):
 
 
 def test_bits_differ_where_one_run_cuts_a_prompts_last_tile_and_another_does_not(checkpoint, monkeypatch):
-    """In products long enough that a BLAS sums them up differently for 16 and 64 rows."""
+    """In products long enough that a BLAS sums them up differently for 16 and 64 rows, where this machine's does."""
+    rows, weight = torch.randn(64, 8192), torch.randn(512, 8192)
+    sums_by_rows = not torch.equal(F.linear(rows, weight)[:16], F.linear(rows[:16], weight))
     monkeypatch.setenv("VLLM_GAUDI_EXECUTION_MODE", "host")
     made = Reference(Model("q35_small", "float32", 0, 64), checkpoint("q35_small"))
     flags = {"block_size": None, "max_num_batched_tokens": WHOLE, "num_gpu_blocks_override": 16}
@@ -327,7 +345,7 @@ def test_bits_differ_where_one_run_cuts_a_prompts_last_tile_and_another_does_not
         assert different(made, alone(opened, [80])) == []
     monkeypatch.setattr(InputBuilder, "_prefill_gemm_rows", lambda self, tiles, *_: GemmRows(tiles.prefill))
     with made.open(**flags) as opened:
-        assert different(made, alone(opened, [80])) == [80]
+        assert different(made, alone(opened, [80])) == ([80] if sums_by_rows else [])
 
 
 def test_bits_differ_with_as_many_rows_as_there_are_sequences(fp32_reference, monkeypatch):
