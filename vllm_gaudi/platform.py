@@ -11,7 +11,8 @@ Ordering rule: refuse first, then fill in what is still open.
 from __future__ import annotations
 
 import platform as host_platform
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.logger import init_logger
@@ -20,7 +21,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm_gaudi import capabilities, device, envs
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger("vllm.vllm_gaudi.platform")
 
@@ -41,6 +42,9 @@ class HpuPlatform(Platform):
     device_control_env_var: str = "HABANA_VISIBLE_MODULES"
     dist_backend: str = device.distributed_backend()
     simple_compile_backend: str = "eager"
+
+    _model_configs: ClassVar[weakref.WeakValueDictionary[int, ModelConfig]] = weakref.WeakValueDictionary()
+    """Of the engines that this process has configured and still holds, by ``id``: a config has no hash."""
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -66,6 +70,7 @@ class HpuPlatform(Platform):
         if vllm_config.model_config is None:  # vLLM's own tests and tools build configs without a model
             return
         capabilities.refuse(vllm_config)
+        cls._model_configs[id(vllm_config.model_config)] = vllm_config.model_config
         compat.patch_torch_accelerator()  # with several ranks the engine's process has no worker that would
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
@@ -108,9 +113,20 @@ class HpuPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuse what a request asks and the engine cannot do."""
+        """Refuse what a request asks and the engine cannot do, before the engine's core hears of it.
+
+        Raises VLLMValidationError or ValueError. vLLM does not say for which engine: with several models in a process
+        the largest vocabulary counts here, and the scheduler checks against its own.
+        """
+        from vllm_gaudi.v1 import request_checks
+
         if processed_inputs.get("type") == "embeds":
             raise ValueError("prompt embeddings are not supported; send text or token ids")
+        if hasattr(params, "seed"):  # those of pooling are refused by vLLM
+            request_checks.check_sampling_params(params)
+        vocab_size = max((config.get_vocab_size() for config in cls._model_configs.values()), default=0)
+        if vocab_size and processed_inputs.get("prompt_token_ids") is not None:
+            request_checks.check_token_ids(processed_inputs["prompt_token_ids"], vocab_size)
 
     # Device
 

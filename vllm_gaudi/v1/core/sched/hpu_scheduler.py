@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -26,12 +27,15 @@ from vllm_gaudi.v1.core.sched.block_size import (
     gdn_chunk_size,
 )
 from vllm_gaudi.v1.core.sched.cache_stats import CacheStats
+from vllm_gaudi.v1.request_checks import check_sampling_params, check_token_ids
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler as SchedulerBase
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 else:
     SchedulerBase = object
@@ -86,6 +90,50 @@ class GDNSchedulerMixin(SchedulerBase):
             )
             self._gdn_managers[0].attach_ledger(self._ledger)
             self._cache_stats = CacheStats(block_size, checkpoint_bytes(config), memory=8 * config.num_blocks)
+
+    def add_request(self, request: Request) -> None:
+        """vLLM's, for a request that no step raises over; any other one takes part in no step and ends with an error.
+
+        The front end refuses those with a sentence. What gets here came as a ready-made ``EngineCoreRequest``, or with
+        another model's vocabulary; an exception would end the engine for everybody.
+        """
+        known = self.requests.get(request.request_id)
+        if known is not None and known.streaming_queue is None:
+            logger.error("Request %s is dropped: another one with this id is running", request.request_id)
+            return
+        error = self._error_of(request)
+        if error is None:
+            super().add_request(request)
+            return
+        logger.error("Request %s ends with an error: %s", request.request_id, error)
+        if known is None or known.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+            super().add_request(request)
+            self._block(known or request)
+        self._fail(request.request_id)
+
+    def _error_of(self, request: Request) -> VLLMValidationError | None:
+        try:
+            if request.sampling_params is not None:
+                check_sampling_params(request.sampling_params)
+            check_token_ids(request.prompt_token_ids or (), self.vllm_config.model_config.get_vocab_size())
+        except VLLMValidationError as error:
+            return error
+        return None
+
+    def _block(self, request: Request) -> None:
+        """A waiting request that is not to be scheduled: as one whose grammar could not be compiled."""
+        request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+
+    def _fail(self, *req_ids: str) -> None:
+        """``update_from_output`` ends them with an error: vLLM's way for grammars that could not be compiled."""
+        self.grammar_compile_error_reqs.update(req_ids)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """vLLM's, and what the worker could not serve (``HPUModelRunnerOutput``) ends with an error, alone."""
+        self._fail(*getattr(model_runner_output, "failed_req_ids", ()))
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(request_ids, *args, **kwargs)
