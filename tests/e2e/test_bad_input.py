@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -47,16 +48,6 @@ def opened(shelf, is_async) -> Iterator[Engine]:
     assert it.generate([PROMPT], greedy(3))[0].tokens == before
 
 
-def refuse_and_serve(shelf: Any, is_async: bool, pattern: str, prompt: list[int], params: SamplingParams) -> None:
-    """As ``refuse``, on an engine that is given up afterwards, since today the bad request gets into a step."""
-    it = shelf("q35_dense", skip_tokenizer_init=False, async_scheduling=is_async)
-    try:
-        refuse(it, pattern, lambda: it.generate([prompt], params))
-        assert len(it.generate([PROMPT], greedy(3))[0].tokens) == 3
-    finally:
-        shelf.clear()
-
-
 def refuse(it: Engine, pattern: str, add: Callable[[], Any]) -> None:
     """``add`` raises at once, and the scheduler has never heard of it."""
     known = set(it.scheduler.requests)
@@ -71,8 +62,13 @@ PROMPTS: dict[str, tuple[list[int], str]] = {
     "empty": ([], "cannot be empty"),
     "no-room-for-an-answer": ([5] * 512, "longer than the maximum model length of 512"),
     "too-long": ([5] * 600, "maximum context length is 512"),
-    "negative-token": ([5, -1], "Token id -1 is out of vocabulary"),
-    "huge-token": ([5, 10**9], "Token id 1000000000 is out of vocabulary"),
+    "negative-token": ([5, -1], "-1"),
+    "huge-token": ([5, 10**9], "1000000000"),
+    "first-token-beyond": ([5, VOCAB_SIZE], f"token id {VOCAB_SIZE} is not one .* 0 to {VOCAB_SIZE - 1}"),
+    "token-beyond-64-bits": ([5, 10**30], "0 to 511"),
+    "fraction": ([5, 1.5], "token id 1.5"),
+    "boolean": ([5, True], "token id True"),
+    "text-in-tokens": ([5, "a"], "."),
 }
 
 
@@ -80,15 +76,6 @@ PROMPTS: dict[str, tuple[list[int], str]] = {
 def test_bad_prompt(opened, name):
     tokens, pattern = PROMPTS[name]
     refuse(opened, pattern, lambda: opened.add(tokens, greedy(4)))
-
-
-@pytest.mark.xfail(
-    strict=True,
-    reason="fault of vLLM's bound (the tokenizer's size, not the largest id): the first id beyond the vocabulary gets "
-    "to the worker and ends the engine with 'index out of range in self'",
-)
-def test_the_first_token_id_beyond_the_vocabulary(shelf, is_async):
-    refuse_and_serve(shelf, is_async, "vocabulary", [5, VOCAB_SIZE], greedy(2))
 
 
 def test_the_longest_prompt_is_read(opened):
@@ -132,6 +119,21 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "thinking-budget": ({"thinking_token_budget": 3}, "--reasoning-config"),
     "trace": ({"trace_decode_token_ids": [4]}, "--enable-trace-replay"),
     "unknown-name": ({"nonsense": 1}, "nonsense"),
+    # What vLLM lets pass, and a step would raise over.
+    "seed-above-64-bits": ({"temperature": 1.0, "seed": 2**64}, f"seed must be from .* to {2**64 - 1}"),
+    "seed-below-64-bits": ({"temperature": 1.0, "seed": -(2**63) - 1}, f"seed must be from {-(2**63)}"),
+    "seed-of-the-last": ({"temperature": 1.0, "seed": 2**64 - 2, "n": 3}, f"to {2**64 - 3}, got"),
+    "seed-text": ({"temperature": 1.0, "seed": "a"}, r"`\$.seed`"),
+    "seed-fraction": ({"temperature": 1.0, "seed": 1.5}, r"`\$.seed`"),
+    "seed-numpy": ({"temperature": 1.0, "seed": np.int64(3)}, "pass 3"),
+    "bias-text": ({"logit_bias": {5: "x"}}, "logit_bias"),
+    "bias-nan": ({"logit_bias": {5: math.nan}}, "logit_bias must be a number, got nan for token id 5"),
+    "max-tokens-fraction": ({"max_tokens": 2.5}, r"`\$.max_tokens`"),
+    "max-tokens-beyond-64-bits": ({"max_tokens": 10**30}, "ints"),
+    "min-tokens-fraction": ({"min_tokens": 0.5}, r"`\$.min_tokens`"),
+    "flag-text": ({"ignore_eos": "yes"}, r"`\$.ignore_eos`"),
+    "stop-tokens-text": ({"stop_token_ids": ["a"]}, "."),
+    "bad-words-number": ({"bad_words": [5]}, "."),
 }
 
 
@@ -141,30 +143,89 @@ def test_bad_sampling_value(opened, name):
     refuse(opened, pattern, lambda: opened.add(PROMPT, SamplingParams(**{"temperature": 0, **values})))
 
 
-REACHES_THE_WORKER: dict[str, dict[str, Any]] = {
-    "seed-above-64-bits": {"temperature": 1.0, "seed": 2**64},
-    "seed-below-64-bits": {"temperature": 1.0, "seed": -(2**63) - 1},
-    "seed-text": {"temperature": 1.0, "seed": "a"},
-    "seed-fraction": {"temperature": 1.0, "seed": 1.5},
-    "bias-text": {"logit_bias": {5: "x"}},
-    "max-tokens-fraction": {"max_tokens": 2.5},
-}
-
-
-@pytest.mark.parametrize("name", REACHES_THE_WORKER)
-@pytest.mark.xfail(
-    strict=True, reason="fault: neither vLLM nor validate_request looks at it, and the worker raises inside a step"
-)
-def test_bad_sampling_value_that_reaches_the_worker(shelf, is_async, name):
-    params = SamplingParams(**{"temperature": 0, "detokenize": False, **REACHES_THE_WORKER[name]})
-    refuse_and_serve(shelf, is_async, ".", PROMPT, params)
-
-
 @pytest.mark.parametrize("seed", [0, -5, 2**63, 2**64 - 1, -(2**63)])
 def test_the_extreme_seeds_are_served(opened, seed):
     params = SamplingParams(temperature=1.0, seed=seed, max_tokens=4, ignore_eos=True)
     first, second = opened.generate([PROMPT, PROMPT], params)
     assert first.tokens == second.tokens
+
+
+# What gets past the front end
+
+
+@pytest.mark.parametrize(
+    ("prompt", "values"),
+    [([5, VOCAB_SIZE], {}), ([5, -1], {}), (PROMPT, {"seed": 2**64}), (PROMPT, {"max_tokens": 2.5})],
+    ids=["token", "negative-token", "seed", "max-tokens"],
+)
+def test_a_ready_made_request_that_no_step_could_serve_ends_alone(opened, prompt, values):
+    """``AsyncLLM.generate`` takes an ``EngineCoreRequest`` as it is, and nobody has looked at it."""
+    engine = opened.vllm_engine
+    request = engine.input_processor.process_inputs("bad", {"prompt_token_ids": PROMPT}, greedy(4), ("generate",))
+    request.external_req_id = "bad"
+    request.prompt_token_ids = prompt
+    for name, value in values.items():
+        setattr(request.sampling_params, name, value)
+    engine.output_processor.add_request(request, None, None, 0)
+    engine.engine_core.add_request(request)
+    for _ in range(9):
+        for output in engine.step():
+            if output.request_id == "bad":
+                assert output.outputs[0].finish_reason == "error" and not output.outputs[0].token_ids
+                return
+    raise AssertionError("nobody hears of the request")
+
+
+@pytest.mark.parametrize("method", ["_state_of", "_rewind_generator"])
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_step_that_raises_for_one_request_serves_the_others(opened, monkeypatch, method, step):
+    """The fault: whatever the worker prepares for a request's sampling raises, at its first token or at a later one."""
+    it, sampling = opened, opened.runner.sampling
+    params = [greedy(9), SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True), greedy(9)]
+    alone = [it.generate([PROMPT[n:]], p)[0] for n, p in enumerate(params)]
+    req_ids = [it.add(PROMPT[n:], p) for n, p in enumerate(params)]
+    victim = req_ids[1]
+    for _ in range(step):
+        it.step()
+    if step:  # its row is made anew, as after a preemption
+        assert it.vllm_engine.reset_prefix_cache(reset_running_requests=True)
+    original = getattr(sampling, method)
+
+    def raises_for_one(request):
+        if request.req_id.startswith(victim):
+            raise IndexError("index out of range in self")
+        return original(request)
+
+    monkeypatch.setattr(sampling, method, raises_for_one)
+    it.run(req_ids)
+    results = [it.take(req_id) for req_id in req_ids]
+    is_reached = method == "_state_of" or step > 0  # a new request's generator is nowhere to rewind to
+    assert results[1].finish_reason == ("error" if is_reached else "length")
+    for n in (0, 2):
+        assert results[n].tokens == alone[n].tokens
+        if step == 0:  # a reset has the others compute some tokens in another form
+            assert torch.equal(results[n].logits, alone[n].logits)
+
+
+def test_parameters_that_the_sampling_batch_cannot_hold_end_their_request_alone(opened, monkeypatch):
+    """The fault: vLLM's batch raises half-way through a row, and its processors have heard of the parameters."""
+    it, batch = opened, opened.runner.sampling._batch
+    alone = [it.generate([PROMPT[n:]], greedy(9))[0] for n in range(3)]
+    req_ids = [it.add(PROMPT[n:], greedy(9, logit_bias={7: 1.0, 9: 2.0} if n == 1 else None)) for n in range(3)]
+    add_request = batch.add_request
+
+    def raises_half_way(request):
+        row = add_request(request)
+        if request.req_id.startswith(req_ids[1]):
+            raise RuntimeError("no room for that")
+        return row
+
+    monkeypatch.setattr(batch, "add_request", raises_half_way)
+    it.run(req_ids)
+    results = [it.take(req_id) for req_id in req_ids]
+    assert [result.finish_reason for result in results] == ["length", "error", "length"]
+    for n in (0, 2):
+        assert results[n].tokens == alone[n].tokens and torch.equal(results[n].logits, alone[n].logits)
 
 
 STRUCTURES: dict[str, tuple[dict[str, Any], str]] = {

@@ -363,12 +363,9 @@ def test_parameters_survive_preemption(shelf, is_async, is_cached, preemptions_o
 
 
 @pytest.mark.parametrize("name", ["frequency", "all-penalties", "seeded", "seeded-and-penalised"])
-def test_parameters_survive_a_reset_of_the_running_requests(opened, name, request):
+def test_parameters_survive_a_reset_of_the_running_requests(opened, name):
     """vLLM preempts and resumes all of them in one step and drops the token that was on its way."""
     rules = CASES[name]
-    if opened.runner.step.is_async and "seed" in rules.kwargs:
-        reason = "fault: the dropped token has moved the request's generator, so what is sampled in its place differs"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     alone = opened.generate([PROMPT], rules.params())[0]
     req_id = opened.add(PROMPT, rules.params())
     for _ in range(9):

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.model_executor.layers.utils import apply_penalties
+from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -52,6 +53,11 @@ class BucketedInputBatch(InputBatch):
     def rows_of(self, num_requests: int) -> int:
         """Rows that are sampled for so many requests."""
         return round_up_to_bucket(self._row_buckets, num_requests)
+
+    def forget_last_added(self) -> None:
+        """The row of a request whose parameters have raised in ``add_request``: logits processors see no parameters."""
+        row, _, prompt, output = self.batch_update_builder.added[-1]
+        self.batch_update_builder.added[-1] = (row, SamplingParams(temperature=0), prompt, output)
 
     def refresh_metadata(self) -> None:
         """Metadata of ``rows_of(requests)`` rows; those after the requests use default sampling parameters."""

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.sampling_params import SamplingType
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors, build_logitsprocs
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -31,6 +32,11 @@ from vllm_gaudi.v1.worker.requests import RequestState, RequestTable, StepReques
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput
+
+logger = init_logger("vllm.vllm_gaudi.sampling")
+
+MAX_DROPPED_TOKENS = 4
+"""Tokens of a request that asynchronous scheduling may have on their way when all are dropped; vLLM has two steps."""
 
 
 class HostLogprobs:
@@ -56,10 +62,14 @@ class SampledStep:
     admission_ids: tuple[int, ...]
     token_ids: HostCopy  # [rows, 1] int32; rows after the requests are padding
     logprobs: HostLogprobs | None
+    failed_req_ids: tuple[str, ...] = ()  # whose parameters raise: what stands in their rows is of no use
 
     def tokens(self) -> list[list[int]]:
-        """One token of each request; blocks until they are on the host."""
-        return self.token_ids.get()[: len(self.req_ids)].tolist()
+        """One token of each request, none of a failed one; blocks until they are on the host."""
+        tokens = self.token_ids.get()[: len(self.req_ids)].tolist()
+        for req_id in self.failed_req_ids:
+            tokens[self.req_ids.index(req_id)] = []
+        return tokens
 
 
 class SamplingState:
@@ -93,7 +103,11 @@ class SamplingState:
         )
         self._states: dict[str, tuple[RequestState, CachedRequestState]] = {}
         self._row_admission: dict[str, int] = {}
+        self._failed: set[str] = set()  # of the rows
         self._in_flight: SampledStep | None = None
+        # A reset of the running requests drops tokens that asynchronous scheduling has on their way.
+        self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
+        self._snapshots: dict[str, dict[int, torch.Tensor]] = {}
 
     def num_rows(self, num_requests: int) -> int:
         """Rows that are sampled for so many requests."""
@@ -103,14 +117,16 @@ class SamplingState:
         """These requests have ended; their rows go with the next ``sample``."""
         for req_id in req_ids:
             self._states.pop(req_id, None)
+            self._snapshots.pop(req_id, None)
 
     def drain_sampled_tokens(self, table: RequestTable) -> None:
         """Wait for the tokens of the step before, if any, and append them to their requests."""
         sampled, self._in_flight = self._in_flight, None
         if sampled is None:
             return
-        for req_id, admission, (token,) in zip(sampled.req_ids, sampled.admission_ids, sampled.tokens(), strict=True):
-            table.append_sampled(req_id, admission, token)
+        for req_id, admission, tokens in zip(sampled.req_ids, sampled.admission_ids, sampled.tokens(), strict=True):
+            for token in tokens:
+                table.append_sampled(req_id, admission, token)
 
     def sample(
         self,
@@ -121,10 +137,12 @@ class SamplingState:
     ) -> tuple[SampledStep, torch.Tensor]:
         """Sample one token for each request of ``logits_index``, whose logits ``logits_buffer`` keeps at its place.
 
-        Returns the step's record and the token ids [rows] on the device, the record's requests first.
+        Returns the step's record and the token ids [rows] on the device, the record's requests first. A request whose
+        parameters raise fails alone.
         """
-        self._update_rows(step, table, logits_index)
+        failed = self._update_rows(step, table, logits_index)
         req_ids = tuple(self._batch.req_ids)
+        self._snapshot_generators(table)
         logits = self.logits_buffer.take([logits_index[req_id] for req_id in req_ids], self.num_rows(len(req_ids)))
         if grammar_output is not None:
             forbidden = np.zeros(logits.shape, np.bool_)
@@ -137,6 +155,7 @@ class SamplingState:
             admission_ids=tuple(self._row_admission[req_id] for req_id in req_ids),
             token_ids=HostCopy(out.sampled_token_ids),
             logprobs=None if logprobs is None else HostLogprobs(logprobs, len(req_ids)),
+            failed_req_ids=failed,
         )
         self._in_flight = sampled
         return sampled, out.sampled_token_ids.reshape(-1)
@@ -169,32 +188,58 @@ class SamplingState:
                     nothing, all_greedy=False, all_random=all_random, temperature=ones, top_p=top_p, top_k=top_k
                 )
 
-    def _update_rows(self, step: StepRequests, table: RequestTable, req_ids: Iterable[str]) -> None:
-        """Make the batch hold exactly ``req_ids``; removals free rows that additions fill."""
+    def _update_rows(self, step: StepRequests, table: RequestTable, req_ids: Iterable[str]) -> tuple[str, ...]:
+        """Make the batch hold exactly ``req_ids``; removals free rows that additions fill.
+
+        Returns those of a row that only looks like theirs, because something of their own raises.
+        """
         admission_of = dict(zip(step.req_ids, step.admission_ids, strict=True))
         wanted = {req_id: admission_of[req_id] for req_id in req_ids}
         for req_id, admission in list(self._row_admission.items()):
             if wanted.get(req_id) != admission:
                 self._batch.remove_request(req_id)
                 del self._row_admission[req_id]
+                self._failed.discard(req_id)
         for req_id, admission in wanted.items():
             if req_id not in self._row_admission:
-                self._batch.add_request(self._state_of(table[req_id]))
+                self._add_row(table[req_id])
                 self._row_admission[req_id] = admission
         self._batch.condense()
         self._batch.refresh_metadata()
+        return tuple(self._failed)
+
+    def _add_row(self, request: RequestState) -> None:
+        try:
+            self._batch.add_request(self._state_of(request))
+        except Exception:  # of any kind: what raises here is this request's own, and the others go on
+            logger.exception("Request %s ends with an error: nothing can be sampled for it", request.req_id)
+            self._failed.add(request.req_id)
+            if request.req_id in self._batch.req_id_to_index:
+                self._batch.forget_last_added()
+            else:
+                self._batch.add_request(self._new_state(request, SamplingParams(temperature=0), None))
 
     def _state_of(self, request: RequestState) -> CachedRequestState:
         """vLLM's view of the request; its output list is the request's own, so it grows by itself."""
         known = self._states.get(request.req_id)
         if known is not None and known[0] is request:
+            self._rewind_generator(known[1])
             return known[1]
+        self._snapshots.pop(request.req_id, None)
         params = request.sampling_params
         generator = None
         if params.sampling_type == SamplingType.RANDOM_SEED:
             generator = torch.Generator(device=self._device)
             generator.manual_seed(params.seed)
-        state = CachedRequestState(
+        state = self._new_state(request, params, generator)
+        self._states[request.req_id] = (request, state)
+        return state
+
+    @staticmethod
+    def _new_state(
+        request: RequestState, params: SamplingParams, generator: torch.Generator | None
+    ) -> CachedRequestState:
+        return CachedRequestState(
             req_id=request.req_id,
             prompt_token_ids=request.prompt,
             mm_features=[],
@@ -204,8 +249,24 @@ class SamplingState:
             num_computed_tokens=0,
             output_token_ids=request.output,
         )
-        self._states[request.req_id] = (request, state)
-        return state
+
+    def _snapshot_generators(self, table: RequestTable) -> None:
+        """Where each seeded generator stands before the token that is now drawn from it, by its place in the output."""
+        if not self._is_async:
+            return
+        for row, generator in self._batch.generators.items():
+            state = self._states[self._batch.req_ids[row]][1]
+            snapshots = self._snapshots.setdefault(state.req_id, {})
+            snapshots[len(state.output_token_ids)] = generator.get_state()
+            while len(snapshots) > MAX_DROPPED_TOKENS:
+                del snapshots[min(snapshots)]
+
+    def _rewind_generator(self, state: CachedRequestState) -> None:
+        """Back to before the first token that the scheduler has dropped, if it has: it will be drawn again."""
+        snapshot = self._snapshots.get(state.req_id, {}).get(len(state.output_token_ids))
+        if snapshot is not None:
+            assert state.generator is not None
+            state.generator.set_state(snapshot)
 
 
 def forbidden_tokens(grammar: GrammarOutput, req_ids: Sequence[str], vocab_size: int) -> np.ndarray:
