@@ -496,36 +496,6 @@ def test_prefix_cache_of_a_plain_model_is_used_and_reset(shelf, is_async):
     assert_all_returned(it)
 
 
-# Requests that grow while they run
-
-
-@pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="fault: the second piece of a streamed prompt ends the engine"
-)
-def test_a_streamed_prompt_is_read_or_refused_but_does_not_end_the_engine(shelf):
-    """What ``AsyncLLM.generate`` does with an async generator of ``StreamingInput``: one request id, piece by piece."""
-    it = shelf("q35_dense", **FLAGS, max_num_seqs=3)
-    try:
-        for piece in range(2):
-            try:
-                request = it.vllm_engine.input_processor.process_inputs(
-                    "stream", {"prompt_token_ids": prompt_of(20, salt=piece)}, greedy(5), ("generate",), resumable=True
-                )
-            except ValueError as refused:
-                assert "not supported" in str(refused)  # noqa: PT017  (any piece may be refused)
-                break
-            request.external_req_id = "stream"
-            it.vllm_engine.output_processor.add_request(request, None, None, 0)
-            it.vllm_engine.engine_core.add_request(request)
-            for _ in range(12):
-                it.vllm_engine.step()
-        it.vllm_engine.abort_request(["stream"])
-        assert len(it.generate([prompt_of(20)], greedy(5))[0].tokens) == 5
-        assert_all_returned(it)
-    finally:
-        shelf.clear()
-
-
 # Lives of engines
 
 

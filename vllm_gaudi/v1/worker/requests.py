@@ -114,7 +114,8 @@ class RequestTable:
             raise RuntimeError("the scheduler rewrites block tables (HiSparse), which is not supported")
         if output.scheduled_spec_decode_tokens:
             raise RuntimeError("the scheduler sends draft tokens, but speculative decoding is refused at start")
-        self._release(output.finished_req_ids, (output.preempted_req_ids or set()) | cached.resumed_req_ids)
+        idle = {new.req_id for new in output.scheduled_new_reqs} | cached.resumed_req_ids
+        self._release(output.finished_req_ids, idle | (output.preempted_req_ids or set()))
         admitted = self._admit(output)
         self._advance(cached)
         return self._step(output, admitted)
@@ -147,9 +148,7 @@ class RequestTable:
 
     def _admit(self, output: SchedulerOutput) -> set[str]:
         cached = output.scheduled_cached_reqs
-        for new in output.scheduled_new_reqs:
-            if new.req_id in self._requests:
-                raise RuntimeError(f"request {new.req_id} is scheduled as new but still runs (a streaming session?)")
+        for new in output.scheduled_new_reqs:  # in place of a known one: a session's next piece
             prompt = np.asarray(new.prompt_token_ids, dtype=np.int32)
             tokens = np.zeros(min(self._max_model_len, len(prompt) + new.sampling_params.max_tokens) + 1, np.int32)
             tokens[: len(prompt)] = prompt

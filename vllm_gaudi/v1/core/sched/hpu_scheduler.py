@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request
+    from vllm.v1.request import Request, StreamingUpdate
 else:
     SchedulerBase = object
 
@@ -134,6 +134,40 @@ class GDNSchedulerMixin(SchedulerBase):
         """vLLM's, and what the worker could not serve (``HPUModelRunnerOutput``) ends with an error, alone."""
         self._fail(*getattr(model_runner_output, "failed_req_ids", ()))
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    # Requests whose prompt comes in pieces (vLLM's streaming input)
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        """Between two pieces a session holds no slot and no block; vLLM would hold its blocks, whoever needs them.
+
+        What it had goes to the prefix cache, where its next piece finds it up to the last boundary. A hybrid has no
+        other way: its state is of the last token that was computed, which need not be the one that a piece follows.
+        """
+        if request.resumable:
+            # Asynchronous scheduling may have one more token of it on its way, which nobody will see.
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            request.num_stale_output_tokens = request.num_in_flight_tokens
+            request.drop_stale_output = request.num_in_flight_tokens > 0
+            request.num_output_placeholders = 0
+            self.reset_preempted_req_ids.add(request.request_id)
+            self._free_request_blocks(request)
+        return super()._handle_stopped_request(request)
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """vLLM's; the token that it drops takes the hash of a block that it filled with it."""
+        del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]
+        super()._update_request_as_session(session, update)
+        session.max_tokens = update.max_tokens
+        session.num_computed_tokens = 0
+        if session.num_tokens >= self.max_model_len:
+            logger.error(
+                "Request %s ends with an error: its pieces have %d tokens, and --max-model-len is %d",
+                session.request_id,
+                session.num_tokens,
+                self.max_model_len,
+            )
+            self._block(session)
+            self._fail(session.request_id)
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         finished = super().finish_requests(request_ids, *args, **kwargs)
