@@ -118,7 +118,7 @@ class HpuPlatform(Platform):
         Raises VLLMValidationError or ValueError. vLLM does not say for which engine: with several models in a process
         the largest vocabulary counts here, and the scheduler checks against its own.
         """
-        from vllm_gaudi.v1 import request_checks
+        from vllm_gaudi import request_checks
 
         if processed_inputs.get("type") == "embeds":
             raise ValueError("prompt embeddings are not supported; send text or token ids")

@@ -97,6 +97,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbeddingBase._match_cos_sin_cache_dtype",
         "vllm.model_executor.layers.rotary_embedding.mrope.MRotaryEmbedding.__init__",
     ),
+    "request_checks": ("vllm.exceptions.VLLMValidationError.__init__",),
     "platform": (
         "vllm.platforms.interface.Platform.check_and_update_config",
         "vllm.platforms.interface.Platform.check_if_supports_dtype",
@@ -152,11 +153,17 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "v1.core.checkpoint_ledger, v1.core.sched.block_size": ("vllm.v1.kv_cache_interface.MambaSpec",),
     "v1.core.sched.hpu_scheduler": (
         "vllm.v1.core.kv_cache_manager.KVCacheManager.evict_blocks",
+        "vllm.v1.core.sched.scheduler.Scheduler._free_request_blocks",
+        "vllm.v1.core.sched.scheduler.Scheduler._handle_stopped_request",
         "vllm.v1.core.sched.scheduler.Scheduler._mamba_block_aligned_split",
         "vllm.v1.core.sched.scheduler.Scheduler._preempt_request",
+        "vllm.v1.core.sched.scheduler.Scheduler._update_request_as_session",
+        "vllm.v1.core.sched.scheduler.Scheduler.add_request",
         "vllm.v1.core.sched.scheduler.Scheduler.finish_requests",
         "vllm.v1.core.sched.scheduler.Scheduler.make_stats",
         "vllm.v1.core.sched.scheduler.Scheduler.schedule",
+        "vllm.v1.core.sched.scheduler.Scheduler.update_from_output",
+        "vllm.v1.request.StreamingUpdate",
     ),
     "v1.metrics": (
         "vllm.v1.metrics.loggers.StatLoggerBase.__init__",
@@ -192,6 +199,12 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "v1.worker.output": (
         "vllm.v1.outputs.AsyncModelRunnerOutput.get_output",
         "vllm.v1.outputs.ModelRunnerOutput",
+        "vllm.v1.outputs.ModelRunnerOutput.__init__",
+    ),
+    "v1.worker.process_groups": (
+        "vllm.distributed.parallel_state.destroy_distributed_environment",
+        "vllm.distributed.parallel_state.destroy_model_parallel",
+        "vllm.distributed.parallel_state.model_parallel_is_initialized",
     ),
     "v1.worker.requests": ("vllm.v1.core.sched.output.SchedulerOutput",),
     "v1.worker.requests, v1.core.sched.hpu_scheduler": (
@@ -260,6 +273,7 @@ READS: dict[str, tuple[str, ...]] = {
         "logprobs",
         "prompt_logprobs_dict",
     ),
+    "vllm.v1.request.StreamingUpdate": ("max_tokens",),
 }
 
 

@@ -14,6 +14,10 @@ import pytest
 from vllm_gaudi import envs
 
 
+class ModelConfig(SimpleNamespace):
+    """May be referred to weakly, as vLLM's may."""
+
+
 @pytest.fixture
 def config_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     """``config_of(**changes)``: a configuration, ``_config_of``, in an environment that sets no variable of ours."""
@@ -27,7 +31,7 @@ def _config_of(**changes: Any) -> SimpleNamespace:
     import torch
 
     config = SimpleNamespace(
-        model_config=SimpleNamespace(
+        model_config=ModelConfig(
             architecture="Qwen3_5ForCausalLM",
             runner_type="generate",
             is_hybrid=True,

@@ -36,6 +36,7 @@ ROOMS = (
     Room("vllm_gaudi/__init__.py", only=("vllm_gaudi.compat", "vllm_gaudi.layers"), at_once=()),
     Room("vllm_gaudi/envs.py", only=()),
     Room("vllm_gaudi/units.py", only=()),
+    Room("vllm_gaudi/request_checks.py", only=("msgspec", "numpy", "vllm.exceptions")),
     Room("vllm_gaudi/capabilities.py", only=("vllm_gaudi.bucketing", "vllm_gaudi.device", "vllm_gaudi.envs")),
     Room(
         "vllm_gaudi/device.py",
@@ -81,6 +82,7 @@ ROOMS = (
     Room("vllm_gaudi/cli/why.py", never=("torch", "vllm"), at_once=("vllm_gaudi",)),
     Room("vllm_gaudi/v1/worker/", never=("vllm_gaudi.platform",)),
     Room("vllm_gaudi/v1/worker/memory.py", only=()),
+    Room("vllm_gaudi/v1/worker/process_groups.py", only=("vllm.distributed",)),
     Room("vllm_gaudi/v1/worker/state_slots.py", only=()),
     Room("vllm_gaudi/v1/worker/requests.py", only=("numpy", "vllm_gaudi.v1.worker.state_slots"), types_too=False),
     Room(

@@ -25,9 +25,10 @@ from vllm.v1.worker.workspace import init_workspace_manager
 from vllm_gaudi import compat, device
 from vllm_gaudi.units import format_bytes
 from vllm_gaudi.v1.core.sched.block_size import kernel_block_size
-from vllm_gaudi.v1.worker import execution
+from vllm_gaudi.v1.worker import execution, process_groups
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner, load_model
 from vllm_gaudi.v1.worker.memory import MemoryBudget, max_concurrency
+from vllm_gaudi.v1.worker.process_groups import part_of_the_start
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
@@ -54,7 +55,9 @@ class HPUWorker(WorkerBase):
 
     # Start-up, in the order in which vLLM calls it
 
+    @part_of_the_start
     def init_device(self) -> None:
+        process_groups.begin()
         device.initialize()
         compat.patch_torch_accelerator()
         self.device = torch.device(device.device_type())
@@ -70,6 +73,7 @@ class HPUWorker(WorkerBase):
         init_workspace_manager(self.device, 1)
         logger.info("%s", self.mode.describe())
 
+    @part_of_the_start
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         with set_current_vllm_config(self.vllm_config):
             model = self._load_model(load_dummy_weights)
@@ -82,6 +86,7 @@ class HPUWorker(WorkerBase):
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return self.model_runner.get_kv_cache_spec()
 
+    @part_of_the_start
     def determine_available_memory(self) -> int:
         """Bytes for attention pages: what the user gave, or what is left of the device after everything else."""
         specs = self.get_kv_cache_spec()
@@ -160,6 +165,7 @@ class HPUWorker(WorkerBase):
         self.model_runner.graphs.forget_shapes()  # of a pool that does not stay
         return found
 
+    @part_of_the_start
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.model_runner.initialize_kv_cache(kv_cache_config)
         self._log_cache_summary()
@@ -190,6 +196,7 @@ class HPUWorker(WorkerBase):
 
         logger.info("%s", self.model_runner.step.store.describe())
 
+    @part_of_the_start
     def compile_or_warm_up_model(self) -> CompilationTimes:
         start = time.perf_counter()
         if not self.mode.warm_up:
@@ -201,6 +208,7 @@ class HPUWorker(WorkerBase):
             seconds = time.perf_counter() - start
             logger.info("Warmup finished in %.1f secs, %d shapes", seconds, count)
         set_random_seed(self.model_config.seed)
+        process_groups.finish()
         return CompilationTimes(language_model=time.perf_counter() - start, encoder=0.0)
 
     # Serving

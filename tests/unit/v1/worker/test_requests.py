@@ -172,10 +172,13 @@ class TestNew:
         assert step.is_empty and step.num_reqs == 0
         assert [table.shape for table in step.block_ids] == [(0, 0), (0, 0)]
 
-    def test_an_id_that_still_runs_cannot_be_new(self, setup, records):
-        setup.step(records.output({"a": 1}, new=(records.new("a", [7]),)))
-        with pytest.raises(RuntimeError, match="request a is scheduled as new but still runs"):
-            setup.step(records.output({"a": 1}, new=(records.new("a", [7]),)))
+    def test_an_id_that_is_known_starts_over_as_the_next_piece_of_a_session_does(self, setup, records):
+        first = setup.step(records.output({"a": 2}, new=(records.new("a", [7, 8]),)))
+        setup.step(records.output({"b": 1}, new=(records.new("b", [9]),)))
+        again = setup.step(records.output({"a": 3}, new=(records.new("a", [7, 8, 5]),)))
+        assert (again.state_slots.tolist(), again.admitted.tolist()) == ([0], [True])
+        assert again.admission_ids != first.admission_ids and tokens_of(again) == [[7, 8, 5]]
+        assert len(setup.table) == 2
 
 
 class TestRunning:

@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from vllm_gaudi.request_checks import check_sampling_params, check_token_ids
 from vllm_gaudi.v1.core.checkpoint_ledger import CheckpointLedger, GDNCheckpointManager, ScheduledRange
 from vllm_gaudi.v1.core.sched.block_size import (
     attention_block_size,
@@ -27,7 +28,6 @@ from vllm_gaudi.v1.core.sched.block_size import (
     gdn_chunk_size,
 )
 from vllm_gaudi.v1.core.sched.cache_stats import CacheStats
-from vllm_gaudi.v1.request_checks import check_sampling_params, check_token_ids
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig
