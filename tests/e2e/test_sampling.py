@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -687,10 +687,34 @@ class OnlyToken(LogitsProcessor):
         return logits
 
 
+class CountRows(LogitsProcessor):
+    """As vLLM's documented example does: holds a tensor of as many rows as it is told, and returns new logits."""
+
+    seen: ClassVar[list[tuple[int, int]]] = []  # requests that it was told of, rows that it was given
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+        self.batch_size = 0
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is not None:
+            self.batch_size = batch_update.batch_size
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        self.seen.append((self.batch_size, len(logits)))
+        return logits + torch.zeros(self.batch_size, 1)
+
+
 def test_custom_logits_processors(shelf, is_async):
-    flags = {**FLAGS, "logits_processors": [SumOfOutput, OnlyToken], "async_scheduling": is_async}
+    flags = {**FLAGS, "logits_processors": [SumOfOutput, OnlyToken, CountRows], "async_scheduling": is_async}
     it = shelf("q35_dense", **flags)
     plain = it.generate([PROMPT], greedy(20))[0].tokens
+    CountRows.seen.clear()
+    it.generate([PROMPT[n:] for n in range(5)], greedy(3))
+    assert (5, 5) in CountRows.seen and all(told == given for told, given in CountRows.seen)
+    assert it.runner.sampling.num_rows(5) > 5, "no padding to be seen"
     wanted = []
     for number in range(12):  # more than there are rows, of different lengths: rows move
         extra = [{"sum_of_output": True}, {"only_token": 20 + number}, None][number % 3]

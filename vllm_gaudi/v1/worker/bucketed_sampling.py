@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's input batch and sampler at sizes from buckets, so that sampling asks for shapes that are known beforehand.
 
-Owns: how many rows are sampled for n requests, that the rows after them use default sampling parameters, the lengths
-that penalties are given prompts and outputs in, and the logits of a step's sampling rows while its forwards run.
+Owns: how many rows are sampled for n requests, that the rows after them use default sampling parameters and are hidden
+from a user's logits processors, the lengths that penalties are given prompts and outputs in, and the logits of a step's
+sampling rows while its forwards run.
 Never: which requests sample, or what is done with their tokens (``sampling``).
 
 A device that compiles an operator per shape would otherwise compile one for every number of requests, and with
@@ -13,13 +14,20 @@ Ordering rule: ``LogitsBuffer.add`` for each forward of a step, then one ``alloc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.model_executor.layers.utils import apply_penalties
 from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor import (
+    BUILTIN_LOGITS_PROCESSORS,
+    BatchUpdate,
+    LogitsProcessor,
+    LogitsProcessors,
+)
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -43,6 +51,7 @@ class BucketedInputBatch(InputBatch):
         self._row_buckets = tuple(row_buckets)
         self._penalty_buckets = penalty_buckets(arguments["max_model_len"])
         self._num_rows = 0
+        self._num_masked = 0  # rows that may have a mask of allowed tokens
         super().__init__(**arguments)
 
     @property
@@ -74,8 +83,10 @@ class BucketedInputBatch(InputBatch):
             values[requests:rows] = nothing
         allowed = self.allowed_token_ids_mask_cpu_tensor
         if allowed is not None:
-            # vLLM moves a row's mask and leaves a copy behind, which would bind the next request in that row.
-            allowed[requests:] = False
+            # vLLM moves a row's mask and leaves a copy behind, which would bind the next request in that row. Rows
+            # after those that were in use are clear.
+            allowed[requests : self._num_masked] = False
+        self._num_masked = requests
         self._num_rows = rows
         try:
             super().refresh_metadata()
@@ -92,6 +103,43 @@ class BucketedInputBatch(InputBatch):
         for row, length in enumerate(lengths.tolist()):
             ids[row, :length] = self.token_ids_cpu[row, :length]
         return torch.from_numpy(ids)
+
+
+class UnpaddedLogitsProcessor(LogitsProcessor):
+    """A processor of the user's, which is told of requests and given their rows, and nothing of padding.
+
+    ``num_requests()``: how many there are, the first rows.
+    """
+
+    def __init__(self, inner: LogitsProcessor, num_requests: Callable[[], int]):
+        self.inner = inner
+        self._num_requests = num_requests
+
+    def is_argmax_invariant(self) -> bool:
+        return self.inner.is_argmax_invariant()
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is not None:
+            batch_update = dataclasses.replace(batch_update, batch_size=self._num_requests())
+        self.inner.update_state(batch_update)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Mutates ``logits`` [rows, V] and returns them."""
+        rows = logits[: self._num_requests()]
+        processed = self.inner.apply(rows)
+        if processed is not rows:
+            rows.copy_(processed)
+        return logits
+
+
+def unpadded(processors: LogitsProcessors, num_requests: Callable[[], int]) -> LogitsProcessors:
+    """``processors`` with those that are not vLLM's own kept from seeing padding."""
+    return LogitsProcessors(
+        processor
+        if isinstance(processor, tuple(BUILTIN_LOGITS_PROCESSORS))
+        else UnpaddedLogitsProcessor(processor, num_requests)
+        for processor in processors.all
+    )
 
 
 class BucketedSampler(Sampler):

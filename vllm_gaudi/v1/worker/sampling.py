@@ -27,7 +27,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_gaudi.device import HostCopy, upload
-from vllm_gaudi.v1.worker.bucketed_sampling import BucketedInputBatch, BucketedSampler, LogitsBuffer
+from vllm_gaudi.v1.worker.bucketed_sampling import BucketedInputBatch, BucketedSampler, LogitsBuffer, unpadded
 from vllm_gaudi.v1.worker.requests import RequestState, RequestTable, StepRequests
 
 if TYPE_CHECKING:
@@ -97,7 +97,10 @@ class SamplingState:
             block_sizes=[1],  # block tables are the request table's; vLLM's batch wants one of at least one block
             kernel_block_sizes=[1],
             max_num_blocks_per_req=[1],
-            logitsprocs=build_logitsprocs(vllm_config, device, False, False, processors),
+            logitsprocs=unpadded(
+                build_logitsprocs(vllm_config, device, False, False, processors),
+                lambda: len(self._batch.req_id_to_index),
+            ),
             logitsprocs_need_output_token_ids=bool(processors),
             reasoning_config=vllm_config.reasoning_config,
         )
