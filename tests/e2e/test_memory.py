@@ -11,6 +11,7 @@ Ordering rule: none; each test starts the engines that it needs.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import re
 import weakref
@@ -19,10 +20,13 @@ from typing import Any
 
 import pytest
 
+from vllm_gaudi import device
 from vllm_gaudi.testing.engine import Engine, engine, greedy
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
 from vllm_gaudi.v1.worker.hpu_worker import HPUWorker
 from vllm_gaudi.v1.worker.kv_cache import KVCaches
+from vllm_gaudi.v1.worker.sampling import SamplingState
+from vllm_gaudi.v1.worker.step import StepRunner
 
 MIB = 2**20
 GIVEN = 24 * MIB
@@ -316,3 +320,29 @@ def test_as_many_conversations_fit_as_the_line_says(name, checkpoint, said, pree
     told = [float(match["fits"]) for match in map(LINE.fullmatch, said) if match]
     assert told == [2.0, round((2 * each - 1) / each, 2)]
     assert preempted[2 * each + 1] == 0 < preempted[2 * each]
+
+
+WIDE_VOCABULARY = 60_000
+ASKS_MUCH = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 20}
+
+
+def peak_of_the_dearest_requests(checkpoint: Any) -> int:
+    """Bytes that the most requests with penalties, logprobs and prompt logprobs take beyond a start."""
+    flags = {"max_num_seqs": 64, "num_gpu_blocks_override": None, "max_num_batched_tokens": 512}
+    flags |= {"load_format": "dummy", "hf_overrides": {"vocab_size": WIDE_VOCABULARY}}
+    with engine(checkpoint("q35_dense"), **flags) as it:
+        gc.collect()
+        with device.PeakMemory() as peak:
+            it.generate([list(range(20, 320))], greedy(1, prompt_logprobs=20))
+            it.generate([list(range(20 + n, 60 + n)) for n in range(64)], greedy(3, **ASKS_MUCH))
+        return peak.bytes
+
+
+@pytest.mark.parametrize("is_profiled", [True, False], ids=["", "fault"])
+def test_the_profile_covers_what_a_request_may_ask_of_sampling(checkpoint, small_host, peaks, monkeypatch, is_profiled):
+    if not is_profiled:
+        monkeypatch.setattr(SamplingState, "profile", lambda self: None)
+        monkeypatch.setattr(StepRunner, "profile_prompt_logprobs", lambda self, *_: None)
+    needed = peak_of_the_dearest_requests(checkpoint)
+    assert needed > 64 * MIB
+    assert (needed <= peaks[0] + 16 * MIB) is is_profiled, (needed, peaks)

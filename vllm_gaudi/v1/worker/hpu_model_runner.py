@@ -195,7 +195,7 @@ class HPUModelRunner:
 
     @torch.inference_mode()
     def profile_run(self) -> None:
-        """Do what needs most memory: the largest forwards, and sampling for the most requests.
+        """Do what needs most memory: the largest forwards, and sampling for the most requests of what they may ask.
 
         Of the prefills it is the one with most rows, or the one whose sequences read most context between them.
         """
@@ -206,6 +206,8 @@ class HPUModelRunner:
         for bucket in dict.fromkeys(buckets):
             self.dummy_run(bucket)
         self.sampling.warm_up(run_all=False)
+        self.sampling.profile()
+        self.step.profile_prompt_logprobs(prefills[0], self.sampling.most_logprobs)
 
     def run_smallest_decode(self) -> None:
         """A dummy run that costs least."""

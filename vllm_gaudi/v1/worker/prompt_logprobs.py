@@ -21,8 +21,16 @@ from vllm_gaudi.v1.worker.inputs import ModelInputs
 from vllm_gaudi.v1.worker.requests import RequestState, RequestTable, StepRequests
 from vllm_gaudi.v1.worker.sampling import HostLogprobs
 
-PROMPT_LOGPROBS_CHUNK = 128
-"""Prompt tokens whose logprobs are computed at a time: a chunk of all of them would need more than the model."""
+MOST_ROWS = 128
+"""Prompt tokens whose logprobs are computed at a time."""
+
+MOST_LOGITS = 2**23
+"""Elements of such a chunk: it takes about four times its size in float32, beside the model."""
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Prompt tokens whose logprobs are computed at a time: 128, or the power of two that keeps to ``MOST_LOGITS``."""
+    return max(1, min(MOST_ROWS, 2 ** ((MOST_LOGITS // vocab_size).bit_length() - 1)))
 
 
 class PromptLogprobsInFlight:
@@ -63,6 +71,7 @@ class PromptLogprobsWorker:
         self._prompt_logits = prompt_logits
         self._sampler = sampler
         self._vocab_size = vocab_size
+        self._chunk_rows = chunk_rows(vocab_size)
         self._wants_raw_logits = logprobs_mode in ("raw_logits", "processed_logits")
         self._device = device
         self._in_flight: dict[str, PromptLogprobsInFlight] = {}
@@ -83,7 +92,7 @@ class PromptLogprobsWorker:
             start, end = int(step.num_computed_tokens[i]), int(step.end[i])
             last = min(end, request.num_prompt - 1)  # the last token that has a next prompt token
             in_flight = self._in_flight_of(request, num_logprobs)
-            for offset, count, size in _slices(last - start, inputs.attn.query):
+            for offset, count, size in _slices(last - start, inputs.attn.query, self._chunk_rows):
                 row = n * inputs.attn.query + offset
                 targets = np.zeros(size, np.int64)
                 targets[:count] = request.tokens[start + offset + 1 : start + offset + count + 1]
@@ -94,6 +103,12 @@ class PromptLogprobsWorker:
                 finished[request.req_id] = in_flight
                 self._in_flight.pop(request.req_id, None)
         return finished
+
+    def profile(self, hidden: torch.Tensor, num_logprobs: int) -> None:
+        """One chunk, with ``num_logprobs`` of each token, of ``hidden`` [rows, H]."""
+        size = min(self._chunk_rows, hidden.shape[0])
+        rows = torch.arange(size, dtype=torch.int32, device=self._device)
+        self._logprobs(self._prompt_logits(hidden, rows), np.zeros(size, np.int64), num_logprobs)
 
     def num_prompt_logprobs(self, request: RequestState) -> int | None:
         """How many logprobs the request wants of each prompt token, or None."""
@@ -117,9 +132,11 @@ class PromptLogprobsWorker:
         return self._sampler.gather_logprobs(scores, num_logprobs, device.upload(targets, self._device))
 
 
-def _slices(num_tokens: int, query: int) -> Iterator[tuple[int, int, int]]:
-    """Windows of one size over the first ``num_tokens`` of ``query`` rows: (first row, used rows, size)."""
-    size = min(PROMPT_LOGPROBS_CHUNK, query)
+def _slices(num_tokens: int, query: int, most: int) -> Iterator[tuple[int, int, int]]:
+    """Windows of one size, at most ``most``, over the first ``num_tokens`` of ``query`` rows: (first row, used rows,
+    size).
+    """
+    size = min(most, query)
     for first in range(0, num_tokens, size):
         offset = min(first, query - size)
         yield offset, min(size, num_tokens - offset), size

@@ -27,7 +27,13 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_gaudi.device import HostCopy, upload
-from vllm_gaudi.v1.worker.bucketed_sampling import BucketedInputBatch, BucketedSampler, LogitsBuffer, unpadded
+from vllm_gaudi.v1.worker.bucketed_sampling import (
+    BucketedInputBatch,
+    BucketedSampler,
+    LogitsBuffer,
+    penalty_buckets,
+    unpadded,
+)
 from vllm_gaudi.v1.worker.requests import RequestState, RequestTable, StepRequests
 
 if TYPE_CHECKING:
@@ -80,6 +86,8 @@ class SamplingState:
         processors = model_config.logits_processors or ()
         self._device = device
         self._vocab_size = model_config.get_vocab_size()
+        self._max_model_len = model_config.max_model_len
+        self.most_logprobs = self._vocab_size if model_config.max_logprobs == -1 else model_config.max_logprobs
         self._row_buckets = tuple(row_buckets)
         self.sampler = BucketedSampler(
             model_config.max_model_len,
@@ -172,6 +180,27 @@ class SamplingState:
         for rows in self._row_buckets if run_all else self._row_buckets[-1:]:
             for metadata in self._plain_metadata(rows):
                 self.sampler(logits=self.logits_buffer.take((), rows), sampling_metadata=metadata)
+
+    def profile(self) -> None:
+        """Sample for the most requests what takes most memory: penalties over the longest texts, and all logprobs that
+        a request may ask for.
+
+        ``logits_buffer`` has been given logits of the model once.
+        """
+        rows = self._row_buckets[-1]
+        ones = torch.ones(rows, dtype=torch.float32, device=self._device)
+        longest = np.full((rows, penalty_buckets(self._max_model_len)[-1]), self._vocab_size, np.int64)
+        metadata = dataclasses.replace(
+            next(iter(self._plain_metadata(rows))),
+            no_penalties=False,
+            prompt_token_ids=upload(longest, self._device),
+            presence_penalties=ones,
+            frequency_penalties=ones,
+            repetition_penalties=ones,
+            output_token_ids=[[0] * self._max_model_len] * rows,
+            max_num_logprobs=self.most_logprobs,
+        )
+        self.sampler(logits=self.logits_buffer.take((), rows), sampling_metadata=metadata)
 
     def _plain_metadata(self, rows: int) -> Iterator[SamplingMetadata]:
         # Logits processors have state of their own, and have not been told of any row.

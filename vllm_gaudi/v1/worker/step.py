@@ -130,6 +130,10 @@ class StepRunner:
         self.sampling.logits_buffer.add(logits, {})
         return logits
 
+    def profile_prompt_logprobs(self, bucket: PrefillBucket, num_logprobs: int) -> None:
+        """One bucket of padding, and so many logprobs of each token of a chunk of it."""
+        self.prompt_logprobs.profile(self.graphs.run(self.inputs.dummy_inputs(bucket)), num_logprobs)
+
     def _remove_requests(self, finished: set[str]) -> None:
         self.sampling.remove_requests(finished)
         self.prompt_logprobs.remove_requests(finished)

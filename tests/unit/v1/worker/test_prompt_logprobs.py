@@ -107,7 +107,7 @@ def test_tokens_that_are_run_again_are_written_over(worker):
 def test_logits_are_made_in_windows_of_one_size(worker, sampler, module, length):
     whole = run(worker, 320, (request_of(length=length), 0, length))["a"].get()
     assert whole.logprobs[:, 0].tolist() == list(range(length - 1))
-    assert set(sampler.sizes) <= {module.PROMPT_LOGPROBS_CHUNK} and len(sampler.sizes) == -(-(length - 1) // 128)
+    assert set(sampler.sizes) <= {module.MOST_ROWS} and len(sampler.sizes) == -(-(length - 1) // 128)
 
 
 def test_a_window_is_no_larger_than_the_sequence_of_the_bucket(worker, sampler):
@@ -147,3 +147,13 @@ def test_another_request_under_the_same_id_starts_anew(worker):
     """An id may finish and come again; chunks of the first must not show in the second's answer."""
     run(worker, 8, (request_of("x"), 0, 6), (request_of(), 0, 4))
     assert run(worker, 4, (request_of(length=3), 0, 3))["a"].get().logprobs[:, 0].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(512, 128), (65536, 128), (65537, 64), (151936, 32), (2**30, 1)])
+def test_a_chunk_keeps_to_its_elements(module, vocab_size, rows):
+    assert module.chunk_rows(vocab_size) == rows
+
+
+def test_a_profile_run_is_one_chunk_with_all_logprobs(worker, sampler):
+    worker.profile(torch.zeros(200, VOCAB), 7)
+    assert sampler.sizes == [128]
