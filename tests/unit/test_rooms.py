@@ -77,6 +77,7 @@ ROOMS = (
         ),
     ),
     Room("vllm_gaudi/v1/core/retention.py", only=()),
+    Room("vllm_gaudi/v1/parent_watch.py", only=()),
     Room("vllm_gaudi/cli/__init__.py", at_once=("vllm_gaudi.compat", "vllm_gaudi.envs")),
     Room("vllm_gaudi/cli/plan.py", only=("vllm_gaudi.units",)),
     Room("vllm_gaudi/cli/why.py", never=("torch", "vllm"), at_once=("vllm_gaudi",)),

@@ -25,6 +25,7 @@ from vllm.v1.worker.workspace import init_workspace_manager
 from vllm_gaudi import compat, device
 from vllm_gaudi.units import format_bytes
 from vllm_gaudi.v1.core.sched.block_size import kernel_block_size
+from vllm_gaudi.v1.parent_watch import end_with_parent
 from vllm_gaudi.v1.worker import execution, process_groups
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner, load_model
 from vllm_gaudi.v1.worker.memory import MemoryBudget, max_concurrency
@@ -57,6 +58,7 @@ class HPUWorker(WorkerBase):
 
     @part_of_the_start
     def init_device(self) -> None:
+        end_with_parent()
         process_groups.begin()
         device.initialize()
         compat.patch_torch_accelerator()

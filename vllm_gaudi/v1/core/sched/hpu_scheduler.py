@@ -28,6 +28,7 @@ from vllm_gaudi.v1.core.sched.block_size import (
     gdn_chunk_size,
 )
 from vllm_gaudi.v1.core.sched.cache_stats import CacheStats
+from vllm_gaudi.v1.parent_watch import end_with_parent
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig
@@ -66,6 +67,7 @@ class GDNSchedulerMixin(SchedulerBase):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        end_with_parent()  # with several ranks the engine's process has a scheduler and no worker
         # vLLM reads the block size from the live cache config in every step, and runs platform hooks on that config
         # again once the engine is up; the schedulers keep a copy of their own.
         self.cache_config: CacheConfig = copy.copy(self.cache_config)
