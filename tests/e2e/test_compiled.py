@@ -55,7 +55,10 @@ def random_load(serving: Engine, prompt: Callable[[int], list[int]]) -> list[tup
     return [(text, length, serving.take(name)) for text, length, name in asked]
 
 
-@pytest.mark.parametrize("model", ["q35_moe", "q35_dense", "llama"])
+@pytest.mark.parametrize(
+    "model",
+    ["q35_moe", pytest.param("q35_dense", marks=pytest.mark.soak), pytest.param("llama", marks=pytest.mark.soak)],
+)
 def test_compiled_layers_give_what_eager_ones_give_without_a_break_or_a_late_graph(
     model: str,
     checkpoint: Callable[..., Path],

@@ -75,15 +75,16 @@ with engine(os.environ["CHECKPOINT"], num_gpu_blocks_override=90, **FLAGS) as se
         if os.environ["WARMS_UP"] == "1":
             serving.runner.warm_up(show_progress=False)
     warm = seen.record.eager_shapes
-    used, hits = shapes(serving, 40)
+    count = int(os.environ["COUNT"])
+    used, hits = shapes(serving, count)
     penalties = dict(presence_penalty=0.5, repetition_penalty=1.2)
-    penalised, _ = shapes(serving, 30, **penalties)
+    penalised, _ = shapes(serving, count // 2, **penalties)
 print("FACTS " + json.dumps({"hits": hits, "new": sorted(used - warm), "used": sorted(used),
                             "penalties": sorted(penalised - warm)}))
 """
 
 
-def facts_of(checkpoint, script: str = SCRIPT, ways: int = 5, warms_up: bool = True) -> dict:
+def facts_of(checkpoint, script: str = SCRIPT, ways: int = 5, warms_up: bool = True, count: int = 20) -> dict:
     return with_stub.facts(
         "-c",
         script,
@@ -95,13 +96,15 @@ def facts_of(checkpoint, script: str = SCRIPT, ways: int = 5, warms_up: bool = T
         SEED="5",
         WAYS=str(ways),
         WARMS_UP=str(int(warms_up)),
+        COUNT=str(count),
     )
 
 
 @pytest.mark.slow
-def test_no_shape_outside_the_graphs_is_new_after_warm_up(checkpoint):
-    found = facts_of(checkpoint)
-    assert found["hits"] >= 10
+@pytest.mark.random
+def test_no_shape_outside_the_graphs_is_new_after_warm_up(checkpoint, share):
+    found = facts_of(checkpoint, count=share(20))
+    assert found["hits"] >= 5
     used = {line.split()[0] for line in found["used"]}
     assert used >= {
         "vllm_gaudi.zero_rows_.default",
@@ -125,5 +128,5 @@ def test_rows_as_many_as_requests_would_be_new_shapes(checkpoint):
         "from vllm_gaudi.v1.worker.bucketed_sampling import BucketedInputBatch\n"
         "BucketedInputBatch.rows_of = lambda self, n: n\n"
     )
-    found = facts_of(checkpoint, SCRIPT.replace("FLAGS = ", fault + "FLAGS = "), ways=1, warms_up=False)
+    found = facts_of(checkpoint, SCRIPT.replace("FLAGS = ", fault + "FLAGS = "), ways=1, warms_up=False, count=12)
     assert "aten.argmax.default [(3, 512)]" in found["new"]

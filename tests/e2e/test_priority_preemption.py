@@ -94,7 +94,9 @@ def driven(
         bench.engine.close()
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "is_async", [pytest.param(False, id="sync", marks=pytest.mark.soak), pytest.param(True, id="async")]
+)
 def test_no_hash_outlives_a_row_that_was_dropped(
     is_async: bool, checkpoint: Callable[..., Path], preemptions_of: Watch
 ) -> None:

@@ -298,7 +298,7 @@ OPERATORS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["q35_dense", "next_moe"])
+@pytest.mark.parametrize("model", [pytest.param("q35_dense", marks=pytest.mark.soak), "next_moe"])
 def test_an_engine_runs_as_on_a_gaudi(model, checkpoint, tmp_path):
     import torch
 

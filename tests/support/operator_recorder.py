@@ -283,7 +283,7 @@ def _mark_phases(runner: Any, seen: OperatorRecorder, stack: contextlib.ExitStac
     phase(runner.step.store, "save", "store")
     _within(stack, runner.graphs, "run", forward)
     phase(runner.graphs, "logits", "logits")
-    phase(runner.graphs, "prompt_logits", "logits")
+    phase(runner.step.prompt_logprobs, "_prompt_logits", "logits")
     phase(runner.step.prompt_logprobs, "_logprobs", "sampler")
     _within(stack, runner.sampling, "sample", sample)
     phase(runner.sampling, "_update_rows", "rows")

@@ -165,7 +165,7 @@ OPERATORS: dict[str, Operator] = {
     "aten.neg.default": Operator(POINTWISE, "prefill decode"),
     "aten.neg_.default": Operator(POINTWISE, "prefill", path="host"),
     "aten.new_empty.default": Operator(MOVE, "prefill", path="host", made_of="empty"),
-    "aten.new_zeros.default": Operator(MOVE, "prefill logits"),
+    "aten.new_zeros.default": Operator(MOVE, "prefill", path="host"),
     "aten.ones.default": Operator(MOVE, "prefill", path="host", made_of="empty and fill_"),
     "aten.ones_like.default": Operator(MOVE, "sampler", made_of="empty and fill_"),
     "aten.permute.default": Operator(VIEW, "prefill"),

@@ -69,7 +69,7 @@ def experts_error(runner: Any) -> float:
     backend = execution.choose(enforce_eager=False).backend or "aot_eager"
     compiled = torch.compile(layer, backend=backend, dynamic=False, fullgraph=True)
     given = x.to(runner.device)
-    metadata = SimpleNamespace(expert_gemm_rows=None)
+    metadata = SimpleNamespace(gemm_rows=None, expert_gemm_rows=None)
     with set_forward_context(metadata, runner.vllm_config, num_tokens=len(x), slot_mapping={}):
         found = compiled(given, given)
         wanted += layer.shared_experts._layer(given).cpu().double()
