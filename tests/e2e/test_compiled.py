@@ -124,4 +124,18 @@ def test_enforce_eager_compiles_nothing(checkpoint: Callable[..., Path], prompt:
     with engine(checkpoint("q35_moe"), enforce_eager=True, **FLAGS) as serving:
         assert serving.runner.graphs.backend is None
         serving.generate([prompt(20)], greedy(1))
-        assert counters["stats"]["unique_graphs"] == 0
+        assert counters["stats"]["unique_graphs"] == 1  # vLLM's count of ranks, for logprobs
+
+
+def test_the_first_request_with_logprobs_compiles_nothing(
+    checkpoint: Callable[..., Path], prompt: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's count of ranks goes through dynamo wherever the layers do not."""
+    monkeypatch.setenv("VLLM_GAUDI_COMPILE", "none")
+    with engine(checkpoint("q35_moe"), **FLAGS) as serving:
+        made = counters["stats"]["unique_graphs"]
+        assert made > 0
+        (result,) = serving.generate([prompt(20)], greedy(2, logprobs=2, prompt_logprobs=2))
+        assert result.logprobs and result.prompt_logprobs
+        assert counters["stats"]["unique_graphs"] == made
+        assert serving.runner.graphs.num_late_graphs == 0

@@ -225,6 +225,7 @@ class HPUModelRunner:
         On Gaudi nothing runs while it is compiled, so what padding reads is written anew, two shapes run for real, and
         so do the operators outside the graphs, each of which is compiled at its first run with a shape.
         """
+        self.sampling.build_logprobs()
         if self.mode.exact_shapes:
             self.finish_warm_up()
             return 0
