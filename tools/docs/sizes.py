@@ -51,8 +51,8 @@ def recipes() -> str:
     return (
         f"```bash\n{first[QWEN3_NEXT]} \\\n    --dtype bfloat16 --max-model-len {serving.max_model_len} "
         f"--max-num-seqs {serving.max_num_seqs} --max-num-batched-tokens {serving.max_num_batched_tokens} "
-        f"\\\n    --enable-prompt-tokens-details\n```\n\nThe other models differ in the first line:\n\n"
-        + table(("model", "first line", "B"), rows, (2,))
+        f"\\\n    --enable-prompt-tokens-details --shutdown-timeout 30\n```\n\n"
+        "The other models differ in the first line:\n\n" + table(("model", "first line", "B"), rows, (2,))
     )
 
 

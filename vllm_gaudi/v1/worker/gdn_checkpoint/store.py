@@ -140,7 +140,7 @@ class GDNCheckpointStore(StateZeroer):
         sizes = {half: sum(s.num_words for s in layout.segments if s.half == half) for half in ("k", "v")}
         fill = {half: 100 * words / layout.page_words for half, words in sizes.items()}
         return (
-            f"GDN checkpoint store is active: {len(layout.group_ids)} GDN groups of "
+            f"GDN checkpoint store is active (mamba_cache_mode align): {len(layout.group_ids)} GDN groups of "
             f"{'/'.join(str(len(p)) for p in layout.layer_indices)} layers, B = {layout.block_size} tokens, "
             f"{'whole heads' if layout.whole_heads else 'SSM cut at the end of K'} "
             f"(K half {fill['k']:.0f} % full, V half {fill['v']:.0f} %), "
