@@ -34,7 +34,7 @@ def params(**values):
         {"extra_args": {"anything": object(), "more": [1, "a"]}},
         {"logprobs": True},
     ],
-    ids=str,
+    ids=lambda values: "-".join(values) or "nothing",
 )
 def test_what_a_step_can_do_passes(values):
     from vllm_gaudi.request_checks import check_sampling_params
