@@ -9,9 +9,12 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.served import Served
 
 # Before vLLM is imported anywhere: pages and slots start as NaN, so that whatever a step forgets to zero surfaces.
 os.environ.setdefault("VLLM_GAUDI_POISON", "1")
@@ -142,3 +145,12 @@ def shelf(checkpoint: Callable[..., Path], execution_mode: str) -> Iterator[Shel
     it = Shelf(checkpoint)
     yield it
     it.clear()
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A live server of this module's own."""
+    from tests.support.served import serving
+
+    with serving(checkpoint("q35_dense"), tmp_path_factory.mktemp("serve") / "server.log") as it:
+        yield it
