@@ -172,6 +172,10 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "vllm.v1.metrics.stats.SchedulerStats",
     ),
     "v1.worker.bucketed_sampling": (
+        "vllm.v1.sample.logits_processor.interface.LogitsProcessor.__init__",
+        "vllm.v1.sample.logits_processor.interface.LogitsProcessor.apply",
+        "vllm.v1.sample.logits_processor.interface.LogitsProcessor.is_argmax_invariant",
+        "vllm.v1.sample.logits_processor.interface.LogitsProcessor.update_state",
         "vllm.v1.sample.sampler.Sampler.__init__",
         "vllm.v1.sample.sampler.Sampler.apply_penalties",
         "vllm.v1.worker.gpu_input_batch.InputBatch.__init__",
