@@ -388,8 +388,9 @@ TABLE: tuple[Refusal, ...] = (
     Refusal(
         "chunked-prefill",
         lambda c: c.scheduler_config.enable_chunked_prefill,
-        "prefill without chunking is not supported; remove --no-enable-chunked-prefill",
+        "a model with GDN layers reads its prompts in chunks; remove --no-enable-chunked-prefill",
         lambda is_on: not is_on,
+        hybrid_only=True,
     ),
     Refusal(
         "hybrid-manager",

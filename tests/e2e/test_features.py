@@ -550,6 +550,17 @@ def test_the_default_budget_fits_a_short_context(shelf, length):
     assert_all_returned(it)
 
 
+def test_an_attention_only_model_reads_prompts_whole_where_chunking_is_off(shelf, is_async, schedule_of):
+    prompts = [prompt_of(n, salt=n) for n in (300, 250, 40)]
+    alone = [shelf("qwen3", async_scheduling=is_async).generate([p], greedy(6))[0].tokens for p in prompts]
+    flags = {"enable_chunked_prefill": False, "max_num_batched_tokens": 512, "async_scheduling": is_async}
+    it = shelf("qwen3", **flags)
+    steps = schedule_of(it)
+    assert [result.tokens for result in it.generate(prompts, greedy(6))] == alone
+    assert [sorted(n for n in step.values() if n > 1) for step in steps][:2] == [[300], [40, 250]]
+    assert_all_returned(it)
+
+
 def test_logits_are_finite_and_lengths_are_as_asked_at_the_end_of_the_context(opened):
     """A request that reaches max_model_len ends there, by length."""
     length = DEFAULTS["max_model_len"] - 5

@@ -120,7 +120,7 @@ ASKS: dict[str, tuple[Ask, ...]] = {
     "replayssm": (Ask({"use_replayssm": True}),),
     "kv-sharing-fast-prefill": (Ask({"kv_sharing_fast_prefill": True}),),
     "chunked-prefill": (
-        Ask({"enable_chunked_prefill": False, "max_num_batched_tokens": 512}, name="qwen3"),
+        Ask({"enable_chunked_prefill": False, "max_num_batched_tokens": 512, "enable_prefix_caching": False}),
         Ask(
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 512},
             vllm_first="Chunked prefill is required for mamba cache mode 'align'",
