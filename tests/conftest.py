@@ -12,6 +12,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.support.command"]
+
 SOAK_TIMES = 25
 """How many times as much ``--soak`` tries as a share."""
 

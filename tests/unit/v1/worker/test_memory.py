@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of memory from literal numbers. The published sizes of whole models are in cli/test_plan.py."""
+"""The arithmetic of memory from literal numbers. Published sizes of whole models: tests/e2e/test_plan_numbers.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A way to run the command in this process."""
+"""Fixtures: a way to run the command in this process. Owns: what the command sets is gone afterwards."""
 
 from __future__ import annotations
 

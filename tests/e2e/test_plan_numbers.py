@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-gaudi plan` on the published models' dimensions, against literal numbers; its words, its JSON and its errors.
 
-The files in configs/ are written by hand (each says so). That the numbers are a started engine's is e2e/test_plan.py's.
+The files in configs/ are written by hand (each says so). That the numbers are a started engine's is test_plan's.
 """
 
 from __future__ import annotations
