@@ -144,7 +144,7 @@ def hostile(served) -> st.SearchStrategy[HostileRequest]:
 def test_no_request_ends_the_engine(fuzzed, hostile, share):
     """Without shrinking: once the engine has ended, every request would seem to have ended it."""
 
-    @settings(max_examples=share(100), phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(max_examples=share(40), phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(hostile)
     def play(request: HostileRequest) -> None:
         fuzzed.play(request)

@@ -11,7 +11,6 @@ Ordering rule: none; each test starts the engines that it needs.
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import re
 import weakref
@@ -20,11 +19,12 @@ from typing import Any
 
 import pytest
 
-from vllm_gaudi import device
 from vllm_gaudi.testing.engine import Engine, engine, greedy
+from vllm_gaudi.v1.worker.bucketed_sampling import BucketedSampler
 from vllm_gaudi.v1.worker.hpu_model_runner import HPUModelRunner
 from vllm_gaudi.v1.worker.hpu_worker import HPUWorker
 from vllm_gaudi.v1.worker.kv_cache import KVCaches
+from vllm_gaudi.v1.worker.prompt_logprobs import PromptLogprobsWorker
 from vllm_gaudi.v1.worker.sampling import SamplingState
 from vllm_gaudi.v1.worker.step import StepRunner
 
@@ -322,27 +322,47 @@ def test_as_many_conversations_fit_as_the_line_says(name, checkpoint, said, pree
     assert preempted[2 * each + 1] == 0 < preempted[2 * each]
 
 
-WIDE_VOCABULARY = 60_000
-ASKS_MUCH = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 20}
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What sampling is asked for, by size: rows, penalties or not, tokens of the texts that they read, logprobs."""
+    found: list[tuple[Any, ...]] = []
+    forward, logprobs = BucketedSampler.forward, PromptLogprobsWorker._logprobs
+
+    def watched(self: Any, logits: Any, sampling_metadata: Any) -> Any:
+        asks = sampling_metadata
+        texts = 0 if asks.no_penalties else asks.prompt_token_ids.shape[1]
+        found.append(("sampled", len(logits), not asks.no_penalties, texts, asks.max_num_logprobs or 0))
+        return forward(self, logits=logits, sampling_metadata=asks)
+
+    def watched_logprobs(self: Any, logits: Any, targets: Any, num_logprobs: int) -> Any:
+        found.append(("prompt", len(logits), num_logprobs))
+        return logprobs(self, logits, targets, num_logprobs)
+
+    monkeypatch.setattr(BucketedSampler, "forward", watched)
+    monkeypatch.setattr(PromptLogprobsWorker, "_logprobs", watched_logprobs)
+    return found
 
 
-def peak_of_the_dearest_requests(checkpoint: Any) -> int:
-    """Bytes that the most requests with penalties, logprobs and prompt logprobs take beyond a start."""
-    flags = {"max_num_seqs": 64, "num_gpu_blocks_override": None, "max_num_batched_tokens": 512}
-    flags |= {"load_format": "dummy", "hf_overrides": {"vocab_size": WIDE_VOCABULARY}}
-    with engine(checkpoint("q35_dense"), **flags) as it:
-        gc.collect()
-        with device.PeakMemory() as peak:
-            it.generate([list(range(20, 320))], greedy(1, prompt_logprobs=20))
-            it.generate([list(range(20 + n, 60 + n)) for n in range(64)], greedy(3, **ASKS_MUCH))
-        return peak.bytes
+@pytest.mark.parametrize(
+    "fault",
+    [None, (SamplingState, "profile"), (StepRunner, "profile_prompt_logprobs")],
+    ids=["", "sampling", "prompts"],
+)
+def test_the_profile_covers_what_a_request_may_ask_of_sampling(checkpoint, small_host, asked, monkeypatch, fault):
+    """The most requests, the longest texts, all logprobs that are allowed: the profile has run as much at once."""
+    if fault is not None:
+        monkeypatch.setattr(*fault, lambda *_: None)
+    with engine(checkpoint("q35_dense"), num_gpu_blocks_override=None) as it:
+        profiled = list(asked)
+        asked.clear()
+        it.generate([list(range(20, 320))], greedy(1, prompt_logprobs=20))
+        penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+        prompts = [list(range(20 + n, 420 + n % 60)) for n in range(it.runner.max_num_seqs)]
+        it.generate(prompts, greedy(9, **penalties, logprobs=20))
+    largest = [ask for ask in asked if ask[:2] in (("sampled", 8), ("prompt", 128))]
+    assert {ask[0] for ask in largest} == {"sampled", "prompt"}
 
+    def is_covered(ask: tuple[Any, ...]) -> bool:
+        return any(p[0] == ask[0] and all(a <= b for a, b in zip(ask[1:], p[1:], strict=True)) for p in profiled)
 
-@pytest.mark.parametrize("is_profiled", [True, False], ids=["", "fault"])
-def test_the_profile_covers_what_a_request_may_ask_of_sampling(checkpoint, small_host, peaks, monkeypatch, is_profiled):
-    if not is_profiled:
-        monkeypatch.setattr(SamplingState, "profile", lambda self: None)
-        monkeypatch.setattr(StepRunner, "profile_prompt_logprobs", lambda self, *_: None)
-    needed = peak_of_the_dearest_requests(checkpoint)
-    assert needed > 64 * MIB
-    assert (needed <= peaks[0] + 16 * MIB) is is_profiled, (needed, peaks)
+    assert all(map(is_covered, asked)) is (fault is None)

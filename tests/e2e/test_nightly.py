@@ -39,6 +39,7 @@ def rows_of(setting: Setting, name: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
+@pytest.mark.soak  # three minutes of compiling; the comparison itself is below
 def test_states_are_compared_in_a_fresh_compilation(setting):
     state.run(setting)
     rows = rows_of(setting, "state")
