@@ -154,3 +154,12 @@ def served(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
     with serving(checkpoint("q35_dense"), tmp_path_factory.mktemp("serve") / "server.log") as it:
         yield it
+
+
+@pytest.fixture
+def lone_server(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Served]:
+    """A live server for a test that ends it: of a module's own, another test may be left."""
+    from tests.support.served import serving
+
+    with serving(checkpoint("q35_dense"), tmp_path / "server.log") as it:
+        yield it

@@ -223,8 +223,9 @@ def test_a_server_error_of_this_plugin_is_noticed(fuzzed, monkeypatch):
         it.play(KNOWN["token"])
 
 
-def test_an_engine_that_ends_is_noticed(fuzzed):
-    """As where a step raises: the process of the engine is gone, the server's is not. The module's last test."""
+def test_an_engine_that_ends_is_noticed(lone_server):
+    """As where a step raises: the process of the engine is gone, the server's is not."""
+    fuzzed = Fuzzed(lone_server)
     (engine,) = [pid for pid in demo.living_processes(fuzzed.served.server.process.pid) if "EngineCore" in title(pid)]
     os.kill(engine, signal.SIGKILL)
     with pytest.raises(EngineEnded, match="token"):

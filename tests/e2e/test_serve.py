@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line as users run it: one ``vllm serve`` for all requests of this file, and vLLM's benchmarks.
 
-The server is a multi-process engine in its own process group on a free port of this machine; whatever a test does to
-it, the last one looks that its whole group is gone.
+The server is a multi-process engine in its own process group on a free port of this machine. A test that ends a server
+has one of its own, and looks that its whole group is gone.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from benchmarks.worker import Session, Turn
 from tests.support.served import CLI, FLAGS, MODEL, PROMPT, environment
 from tools import demo
 from vllm_gaudi.testing.checkpoints import VOCAB_SIZE
+from vllm_gaudi.v1.parent_watch import GRACE
 
 
 def run_cli(*arguments: str, timeout: float = 300) -> str:
@@ -240,11 +244,23 @@ def test_the_first_token_id_beyond_the_vocabulary_does_not_end_the_server(served
     assert served.get("/health")[0] == 200
 
 
-def test_stopping_leaves_no_process_behind(served):
-    group = served.server.process.pid
-    served.server.stop()
+def test_stopping_leaves_no_process_behind(lone_server):
+    group = lone_server.server.process.pid
+    lone_server.server.stop()
     assert demo.living_processes(group) == []
-    assert served.server.process.poll() is not None
+    assert lone_server.server.process.poll() is not None
+
+
+def test_an_engine_whose_server_is_killed_ends_too(lone_server):
+    """It would keep its card."""
+    group = lone_server.server.process.pid
+    os.kill(group, signal.SIGKILL)
+    lone_server.server.process.wait(timeout=10)
+    deadline = time.monotonic() + GRACE + 10
+    while demo.living_processes(group) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert demo.living_processes(group) == []
+    assert "The process that started this one is gone" in lone_server.server.log_path.read_text()
 
 
 # Without a server
